@@ -31,57 +31,39 @@ def _held_back() -> Iterator[None]:
 
 
 with _held_back():  # what TensorFlow says at its start about CUDA, oneDNN and the CPU
+    import keras
     import numpy as np
 
     import hvd_keras as hvd
     from hvd_keras.launch.onhost.cores import usable_cores, usable_gpus
-    from hvd_keras.runtime import gpu, libraries, settings
-
-    _ON_TORCH = settings.keras_backend() == "torch"
-    if _ON_TORCH:
-        import torch
-    else:
-        import tensorflow as tf
-    import keras
+    from hvd_keras.lifecycle import backend
+    from hvd_keras.runtime import gpu, libraries
 
     _DTYPES = ["float32", "float16", "bfloat16", "float64", "int32", "uint8"]
     for _dtype in _DTYPES:
         keras.ops.zeros((), _dtype)
 
 _SELF_TEST_SECONDS = 2.0
-_KINDS = 6 if _ON_TORCH else 7  # of collectives; PyTorch has no join
 
 
 def facts() -> dict[str, str]:
     """Return what hvd_keras was built with and run on, as text. Works before ``init()``."""
     core = libraries.core()
-    if _ON_TORCH:
-        gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        backend = {"PyTorch": torch.__version__}
-    else:
-        gpus = [device.name for device in tf.config.list_physical_devices("GPU")]
-        built_for = ", ".join(libraries.tensorflow_folders())
-        backend = {"TensorFlow": f"{tf.__version__}, built for {built_for}"}
+    of_backend, gpus = backend.facts()
     for_gpus = gpu.facts()
     if not gpus and not usable_gpus({}):  # what is found begins with its version
         for_gpus = {k: v if v[0].isdigit() else "not needed: no GPU" for k, v in for_gpus.items()}
     return {
         "hvd_keras": f"{hvd.__version__}, in {os.path.dirname(hvd.__file__)}",
         "Python": f"{platform.python_version()}, {sys.executable}",
-        **backend,
+        **of_backend,
         "Keras": keras.__version__,
         "MPI": libraries.mpi_version().splitlines()[0],
         "MPI library": core.hvd_mpi_file().decode(),
         "Cores": f"{usable_cores()} usable on this host",
         "GPUs": ", ".join(gpus) if gpus else "none",
         **for_gpus,
-        **({} if _ON_TORCH else {"XLA": _xla_fact()}),
     }
-
-
-def _xla_fact() -> str:
-    why = libraries.why_no_xla()
-    return f"not used: {why}" if why else "used where models ask for it, as by default on GPUs"
 
 
 def self_test(seconds: float = _SELF_TEST_SECONDS) -> int:
@@ -109,10 +91,8 @@ def self_test(seconds: float = _SELF_TEST_SECONDS) -> int:
             if not np.array_equal(keras.ops.convert_to_numpy(got).astype("float64"), expected):
                 raise AssertionError(f"{name} of {dtype}: got {got}, expected {expected}.")
         hvd.barrier()
-        if not _ON_TORCH and int(hvd.join()) not in range(size):
-            raise AssertionError("join: the last rank does not exist.")
         rounds += 1
-    return rounds * _KINDS
+    return rounds * 6
 
 
 def main(launcher: str = "") -> None:
@@ -124,7 +104,7 @@ def main(launcher: str = "") -> None:
         say(f"{name + ':':<13} {fact}")
     count = self_test()
     ranks = "1 rank" if hvd.size() == 1 else f"{hvd.size()} ranks"
-    say(f"{'Self-test:':<13} {count} collectives of {_KINDS} kinds on {ranks}, all correct")
+    say(f"{'Self-test:':<13} {count} collectives of 6 kinds on {ranks}, all correct")
     say("OK")  # the last barrier was after the last comparison, so this is so on all ranks
 
 

@@ -34,7 +34,7 @@ from hvd_keras.runtime.process_sets import (
 )
 
 #: What depends on Keras's backend; its interface is that of ``backends.tensorflow``.
-_backend: Any = importlib.import_module(f"hvd_keras.backends.{settings.keras_backend()}")
+backend: Any = importlib.import_module(f"hvd_keras.backends.{settings.keras_backend()}")
 
 # Seconds for which a failing rank waits until the others have received its error.
 _ERROR_SECONDS = 2.0
@@ -112,7 +112,7 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
         _add_process_sets(process_sets)
         return
     settings.read()  # raises if a variable has a wrong value
-    _backend.load()
+    backend.load()
     mpi_library.refuse_two()
     gpu.find_libraries()
     ranks, communicator = _members(comm)
@@ -131,7 +131,7 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
         settings.tell_hvdrun(mark=settings.CHOSEN)
     rank_info.world_ranks = ranks if communicator is None else world_ranks_of(comm)
     _install_guards()
-    _backend.pin(rank_info.local_rank(), rank_info.local_size())
+    backend.pin(rank_info.local_rank(), rank_info.local_size())
     core.hvd_set_log(settings.LOG_LEVELS.index(settings.read().log_level))
     log.start(rank_info.rank())
     log.logger.info(
@@ -139,7 +139,7 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
         *(rank_info.local_rank(), rank_info.local_size(), rank_info.rank(), rank_info.size()),
         libraries.mpi_version().splitlines()[0],
     )
-    _backend.install()
+    backend.install()
     flight.start()
     observe.start_publishing()
     _add_process_sets(process_sets)

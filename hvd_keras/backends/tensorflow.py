@@ -12,3 +12,5 @@ load = libraries.tensorflow_ops
 pin = gpu.pin
 #: Change Keras for several ranks.
 install = patches.install
+#: What ``hvd_keras.check`` prints of it, and the names of the GPUs.
+facts = libraries.tensorflow_facts

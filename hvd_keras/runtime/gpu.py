@@ -60,8 +60,8 @@ def choose(gpus: int, local_rank: int, local_size: int, chosen: settings.Setting
         return local_rank % gpus
     raise RuntimeError(
         f"hvd.init: this host has {gpus} GPUs for {local_size} processes. Start one process per "
-        "GPU (hvdrun -np). To share GPUs, set HVD_GPU_OPERATIONS=MPI, which sends through the host's "
-        "memory, or, with NCCL 2.30 or later, NCCL_MULTI_RANK_GPU_ENABLE=1."
+        "GPU (hvdrun -np). To share GPUs, set HVD_GPU_OPERATIONS=MPI: collectives then go through "
+        "the host's memory; or, with NCCL 2.30 or later, NCCL_MULTI_RANK_GPU_ENABLE=1."
     )
 
 

@@ -150,6 +150,16 @@ def tensorflow_folders() -> dict[str, pathlib.Path]:
     return dict(sorted(found.items(), key=lambda item: [int(n) for n in item[0].split(".")]))
 
 
+def tensorflow_facts() -> tuple[dict[str, str], list[str]]:
+    """What ``hvd_keras.check`` says of TensorFlow, and the names of the GPUs that it sees."""
+    import tensorflow as tf
+
+    found = {"TensorFlow": f"{tf.__version__}, built for {', '.join(tensorflow_folders())}"}
+    why = why_no_xla()
+    found["XLA"] = f"not used: {why}" if why else "used where models ask for it"
+    return found, [device.name for device in tf.config.list_physical_devices("GPU")]
+
+
 def user_folder() -> pathlib.Path:
     """Where ``python -m hvd_keras.build`` puts libraries if the package's folder is read-only."""
     return settings.user_cache() / f"hvd_keras-{hvd_keras.__version__}"

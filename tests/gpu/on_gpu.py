@@ -25,7 +25,7 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 WELL, FAILED, NO_GPU, MISSING, INTERRUPTED = 0, 1, 3, 4, 130
-SECONDS = 470  # for all of it; the build may take half of that
+SECONDS = 870  # for all of it; the build may take a quarter of that
 PROGRAMS = ("gpu_test", "engine_test", "exchange_test", "leave_test", "gpu_bench")
 PYTHONS = pathlib.Path(sys.executable).parent  # the folder of its programs
 CUDA_FOLDERS = ("/usr/local/cuda*", "/opt/cuda*")  # need not be in the system's search path
@@ -318,7 +318,7 @@ def build(log: Log) -> bool:
     targets = [f"tests/{name}" for name in (*PROGRAMS, "libhvd_fake_cuda.so")]
     command = [str(found["ninja"]), "-C", str(log.build), "--quiet", *targets]
     only, log.only = log.only, ""
-    built = log.run("configure", configure) and log.run("build", command, SECONDS / 2)
+    built = log.run("configure", configure) and log.run("build", command, SECONDS / 4)
     log.only = only
     return built
 
@@ -350,10 +350,10 @@ def parts(log: Log, gpus: int, shared: bool, fake: bool) -> None:
     nccl = bool(os.environ["HVD_NCCL_LIBRARY"])
     each, two = "a rank for each GPU", "two ranks through the host's memory"
     ranks = gpus
-    if nccl and gpus == 1 and shared and not fake:
-        if nccl_version(os.environ["HVD_NCCL_LIBRARY"]) >= 23000:
-            os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-            ranks, each = 2, "two ranks on the GPU"
+    share = nccl and gpus == 1 and shared and not fake
+    if share and nccl_version(os.environ["HVD_NCCL_LIBRARY"]) >= 23000:
+        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+        ranks, each = 2, "two ranks on the GPU"
     limit = 60 + 10 * gpus  # NCCL's beginning takes longer with more
 
     def with_nccl(
@@ -410,6 +410,15 @@ def parts(log: Log, gpus: int, shared: bool, fake: bool) -> None:
         with_nccl("compute-sanitizer", 1, *command, str(programs / "gpu_test"), "gpu", limit=120)
     elif not fake:
         log.leave_out("compute-sanitizer", "It is not there.")
+    needed = ("hvd_keras", "tensorflow", "pytest", "xdist", "hypothesis", "pyarrow")
+    if all(map(importlib.util.find_spec, needed)) and not fake:
+        # Results are compared with those of one process, and bits between the ranks.
+        settings = f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(gpus)))} NVIDIA_TF32_OVERRIDE=0"
+        settings += " TF_DETERMINISTIC_OPS=1 TF_FORCE_GPU_ALLOW_GROWTH=true"
+        tests = [str(ROOT / "tests" / "parallel"), "-m", "not slow", "-n", "4", "-q"]
+        log.run("tests", [sys.executable, "-m", "pytest", *tests], 420, settings=settings)
+    elif not fake:
+        log.leave_out("tests", f"This Python lacks one of {', '.join(needed)}.")
 
 
 def test(log: Log, driver: Driver, fake: int) -> int:

@@ -46,6 +46,14 @@ def load() -> None:
     libraries.make_error = errors.make
 
 
+def facts() -> tuple[dict[str, str], list[str]]:
+    """Return what ``hvd_keras.check`` prints of it, and the names of the GPUs."""
+    import torch
+
+    gpus = range(torch.cuda.device_count())
+    return {"PyTorch": torch.__version__}, list(map(torch.cuda.get_device_name, gpus))
+
+
 def pin(local_rank: int, local_size: int) -> None:
     """Make the GPU of this process's local rank torch's current one.
 

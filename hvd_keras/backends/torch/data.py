@@ -185,8 +185,7 @@ def _mapped(source: of_files.Opened, parts: list[Any]) -> Any:
 def _of_loader(
     loader: DataLoader, shuffle: bool | None, seed: int, split: Split
 ) -> tuple[reading.Reader, Any, dict[str, Any]]:
-    dataset, sampler = loader.dataset, loader.sampler
-    kinds = torch.utils.data
+    dataset, sampler, kinds = loader.dataset, loader.sampler, torch.utils.data
     if isinstance(dataset, kinds.IterableDataset) or loader.batch_size is None:
         raise NotImplementedError(
             "got a DataLoader of an IterableDataset or with a batch_sampler, whose rows have no "
@@ -217,13 +216,10 @@ def _of_loader(
     spec, size = _spec(row), loader.batch_size
     sample = f"sample {reading.digest(reading.y_of(row, _arrays))}{drawn}"
     reader = reading.of_rows(lambda rows: rows, order_of, length, size, split, sample, is_shuffled)
-    names = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
-    options = {name: getattr(loader, name) for name in names}
-    if loader.num_workers:
-        options["prefetch_factor"] = loader.prefetch_factor
-        options["persistent_workers"] = loader.persistent_workers
+    names = ["num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"]
+    names += ["prefetch_factor", "persistent_workers"] if loader.num_workers else []
     pack = functools.partial(_fetched, dataset, loader.collate_fn)
-    return reader, spec, options | {"pack": pack}
+    return reader, spec, {"pack": pack, **{name: getattr(loader, name) for name in names}}
 
 
 def _drawn(sampler: Any, seed: int, epoch: int) -> Any:

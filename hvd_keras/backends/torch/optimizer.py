@@ -183,8 +183,7 @@ class Reducer:
 
     def _reduced(self, grads: Sequence[Any], given: Sequence[Any] | None) -> list[Any]:
         """Exchange the gradients of a step, unless the optimizer accumulates them."""
-        optimizer = self._optimizer
-        shown: Any = optimizer._trainable_variables if given is None else given
+        shown: Any = self._optimizer._trainable_variables if given is None else given
         gradients = list(grads)
         if (count := len(gradients)) != len(shown):
             raise ValueError(f"{self.name}: got {count} gradients of {len(shown)} variables.")
@@ -202,11 +201,10 @@ class Reducer:
         # Which gradients each rank has, and whether any was sent that is not to be applied.
         mine = np.array([*(gradient is not None for gradient in gradients), changed])
         call = {"name": f"{self.name}.kinds", "process_set": self.process_set.id()}
-        kinds: Any
         (kinds,) = agree.run("allreduce", [mine], reduction=Max.value, **call)
         for i in np.flatnonzero(kinds[:-1] & ~mine[:-1]):  # such as that of an unused branch
             gradients[i] = torch.zeros_like(shown[i].value)
-        if not optimizer.gradient_accumulation_steps:
+        if not self._optimizer.gradient_accumulation_steps:
             done = ahead.results(gradients, kinds[:-1]) if ahead is not None else {}
             if kinds[-1] and ahead is not None:
                 # The script changes gradients, or computes them in several parts.
@@ -256,18 +254,14 @@ class Reducer:
 
     def _exchange(self, grads: Sequence[Any], done: dict[int, Any]) -> list[Any]:
         """Return the gradients over all ranks, of which some are there; None stays None."""
-        results = list(grads)
         if self.process_set.size() == 1:
-            return results
-        present = [i for i in reversed(range(len(results))) if results[i] is not None]
-        present = [i for i in present if i not in done]
-        sizes = [results[i].nbytes for i in present]
+            return list(grads)
+        present = [i for i, g in enumerate(grads) if g is not None and i not in done][::-1]
+        sizes = [grads[i].nbytes for i in present]
         requests = []
         for bucket in buckets.fill(sizes, settings.read().bucket_bytes):
             own = [present[k] for k in bucket]
-            requests.append((own, self._send(own, [results[i] for i in own])))
+            requests.append((own, self._send(own, [grads[i] for i in own])))
         for own, request in requests:
             done |= zip(own, request.results(), strict=True)
-        for i, reduced in done.items():
-            results[i] = reduced
-        return results
+        return [done.get(i, gradient) for i, gradient in enumerate(grads)]

@@ -37,6 +37,8 @@ struct Settings {
   GpuBackend gpu_allreduce = GpuBackend::nccl;
   GpuBackend gpu_allgather = GpuBackend::nccl;
   GpuBackend gpu_broadcast = GpuBackend::nccl;
+  // NCCL_MULTI_RANK_GPU_ENABLE=1, of NCCL 2.30.
+  bool ranks_share_gpus = false;
   // HVD_CUDART_LIBRARY, HVD_NCCL_LIBRARY: the files to use; empty: look for them.
   std::string cudart_library;
   std::string nccl_library;

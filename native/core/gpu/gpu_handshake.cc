@@ -1,7 +1,6 @@
 #include "core/gpu/gpu_handshake.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <fstream>
 #include <map>
 
@@ -43,11 +42,6 @@ std::string backends_text(const Settings& settings) {
 }
 
 bool wants_nccl(const std::string& backends) { return backends.find("NCCL") != std::string::npos; }
-
-bool ranks_may_share(int nccl_version) {
-  const char* wanted = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
-  return nccl_version >= 23000 && wanted && std::string(wanted) == "1";
-}
 
 // The kernel's, so that containers of one machine know each other.
 std::string this_machine() {

@@ -37,6 +37,5 @@ GpuBackend backend_of(const Settings& settings, Kind kind);
 std::string backends_text(const Settings& settings);
 bool wants_nccl(const std::string& backends);
 std::string this_machine();
-bool ranks_may_share(int nccl_version);  // a GPU, by NCCL's own setting
 
 }  // namespace hvd

@@ -262,7 +262,7 @@ Status GpuTransport::handshake(Gpu& gpu, const Waiting& waiting) {
   mine.mpi_knows_gpus = mpi_knows_gpus();
   if (nccl && wants_nccl(mine.backends)) {
     mine.nccl_version = nccl->version;
-    mine.shares = ranks_may_share(nccl->version);
+    mine.shares = settings_.ranks_share_gpus && nccl->version >= 23000;
     NcclId id;
     if (rank() == 0 && nccl->get_unique_id(&id) == kNcclSuccess) {
       mine.id.assign(id.bytes, sizeof id.bytes);

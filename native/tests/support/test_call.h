@@ -104,6 +104,7 @@ inline std::unique_ptr<Transport> new_transport(MPI_Comm communicator, std::vect
     settings.gpu_operations = settings.gpu_allreduce = GpuBackend::mpi;
     settings.gpu_allgather = settings.gpu_broadcast = GpuBackend::mpi;
   }
+  settings.ranks_share_gpus = device->settings().ranks_share_gpus;
   settings.cudart_library = device->settings().cudart_library;
   settings.nccl_library = device->settings().nccl_library;
   static int process_sets = 0;
