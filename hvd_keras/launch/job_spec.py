@@ -30,7 +30,6 @@ class JobSpec:
     dialect: Dialect
     hosts: Sequence[Host] | None
     is_local: bool  # on this host alone, without SLURM
-    size: int | None  # None: all slots of the hosts
     shell: RemoteShell
     jobs: list[str] = field(default_factory=list)  # the numbers of all starts on several hosts
     statistics: Statistics = field(default_factory=Statistics)
@@ -79,7 +78,7 @@ def build(given: argparse.Namespace) -> JobSpec:
             f"the command is missing; expected a program, for example: {options.EXAMPLE}"
         )
     command, shell = command_check.resolve(words), _shell(given)
-    return JobSpec(given, command, dialect, wanted, is_local, given.size, shell)
+    return JobSpec(given, command, dialect, wanted, is_local, shell)
 
 
 def _shell(given: argparse.Namespace) -> RemoteShell:

@@ -8,22 +8,20 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
 
-from hvd_keras.launch import errors, options, run_job
+from hvd_keras.launch import errors, options
 from hvd_keras.launch.errors import UsageError, say, say_once
 from hvd_keras.launch.follow.outcome import Verdict
 from hvd_keras.launch.follow.output import Output
-from hvd_keras.launch.follow.supervise import Signals
+from hvd_keras.launch.follow.supervise import Signals, cancel
 from hvd_keras.launch.job_spec import JobSpec
 from hvd_keras.launch.onhost import limits
 from hvd_keras.launch.plan import Placement
+from hvd_keras.launch.run_job import Job
 from hvd_keras.launch.start import all_hosts, hosts
 from hvd_keras.launch.start.hosts import Host
-
-T = TypeVar("T")
 
 
 async def run(spec: JobSpec) -> Verdict:
@@ -39,7 +37,9 @@ async def run(spec: JobSpec) -> Verdict:
         return verdict
     finally:
         if given.max_restarts and (verdict is None or verdict.status != 0):
-            await _end_servers(spec)
+            # What was to help a restart; the clean-up of a start that succeeds ends it, too.
+            left = None if spec.is_local else spec.served - spec.lost
+            await all_hosts.sweep_hosts(left, spec.reach, [spec.server], 0.0)
         while signals.patient() and not output.empty:
             await signals.wait(limits.SLOW_READER_CHECK)
         errors.voice = None
@@ -47,7 +47,7 @@ async def run(spec: JobSpec) -> Verdict:
 
 async def _run(spec: JobSpec, signals: Signals, output: Output) -> Verdict:
     given = spec.options
-    placement = await _heed(signals, place(spec))
+    placement = await signals.heed(place(spec))
     if placement is None:
         assert signals.stop is not None
         say(f"{signal.Signals(signals.stop).name} received before the start")
@@ -66,16 +66,16 @@ async def _run(spec: JobSpec, signals: Signals, output: Output) -> Verdict:
         if not spec.is_local and given.max_restarts and signals.stop is None:
             seen = asyncio.create_task(_look_again(spec))
 
-    verdict = await run_job.run(spec, placement, signals, output, look_ahead)
+    verdict = await Job(spec, placement, signals, output, look_ahead).run()
     pause = 0.0
     for number in range(1, given.max_restarts + 1):
         if verdict.status == 0 or output.error or not await signals.sleep(pause):
             break
         if not spec.is_local:
             if pause or seen is None or spec.lost:  # what was seen may be no longer so
-                await _cancel(seen)
+                await cancel(seen)
                 seen = asyncio.create_task(_look_again(spec))
-            placement = await _heed(signals, _replace(spec, size, least, seen))
+            placement = await signals.heed(_replace(spec, size, least, seen))
             if placement is None:
                 break
         ranks = placement.size
@@ -83,10 +83,10 @@ async def _run(spec: JobSpec, signals: Signals, output: Output) -> Verdict:
         say(f"restart {number} of {given.max_restarts}: {ranks} rank{'s' * (ranks != 1)}{where}")
         start = time.monotonic()
         seen = None
-        verdict = await run_job.run(spec, placement, signals, output, look_ahead)
+        verdict = await Job(spec, placement, signals, output, look_ahead).run()
         is_quick = time.monotonic() < start + limits.QUICK
         pause = min(2 * pause or limits.FIRST_PAUSE, limits.LONGEST_PAUSE) if is_quick else 0.0
-    await _cancel(seen)
+    await cancel(seen)
     if verdict.status == 0:
         shutil.rmtree(commits, ignore_errors=True)
         await _sweep_lost(spec, signals, limits.SILENCE)
@@ -104,38 +104,12 @@ async def _run(spec: JobSpec, signals: Signals, output: Output) -> Verdict:
     return verdict
 
 
-async def _heed(signals: Signals, work: Coroutine[None, None, T]) -> T | None:
-    """Do this work; returns None as soon as a signal asks hvdrun to end."""
-    task = asyncio.create_task(work)
-    either: list[asyncio.Future[Any]] = [task, signals.stopped]
-    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-    if task.done():
-        return task.result()
-    task.cancel()
-    await asyncio.wait([task])
-    return None
-
-
-async def _end_servers(spec: JobSpec) -> None:
-    """End what was to help a restart; the clean-up of a start that succeeds does it, too."""
-    if spec.is_local:
-        await all_hosts.sweep_here([spec.server], 0.0)
-    else:
-        await all_hosts.sweep_hosts(spec.served - spec.lost, spec.reach, [spec.server], 0.0)
-
-
-async def _cancel(task: asyncio.Task[Any] | None) -> None:
-    if task is not None:
-        task.cancel()
-        await asyncio.wait([task])
-
-
 async def _sweep_lost(spec: JobSpec, signals: Signals, timeout: float) -> None:
     """Clean up the hosts that could not be reached when the job had ended."""
     limit = time.monotonic() + timeout
     lost, jobs = spec.lost, [*spec.jobs, spec.server]
     while lost:
-        found = await _heed(signals, all_hosts.sweep_hosts(lost, spec.reach, jobs, 0.0))
+        found = await signals.heed(all_hosts.sweep_hosts(lost, spec.reach, jobs, 0.0))
         lost = lost if found is None else found
         if time.monotonic() >= limit or not await signals.sleep(limits.WAIT_AGAIN):
             break
@@ -159,7 +133,7 @@ async def place(spec: JobSpec, look: bool = True) -> Placement:
             raise UsageError("\n".join(f"{name} {text}" for name, text in seen.problems.items()))
         found, names = seen.hosts, seen.names
     slots = hosts.count(found)
-    size = spec.size or slots
+    size = spec.options.size or slots
     if size > slots and not spec.options.oversubscribe:
         raise UsageError(
             f"-np got {size}, but the hosts have {slots} slots ({hosts.describe(found)}); expected "
@@ -169,13 +143,8 @@ async def place(spec: JobSpec, look: bool = True) -> Placement:
 
 
 async def _look(spec: JobSpec, wanted: Sequence[Host]) -> all_hosts.Look:
-    by_gpus = spec.options.size == options.AUTO
-
-    def slots(facts: Mapping[str, Any]) -> int:
-        ranks: int = spec.options.per_host or (by_gpus and facts["gpus"]) or facts["cores"]
-        return ranks
-
-    return await all_hosts.look(wanted, spec.reach, os.getcwd(), spec.command[0], slots)
+    per_host, by_gpus = spec.options.per_host, spec.options.size == options.AUTO
+    return await all_hosts.look(wanted, spec.reach, spec.command[0], per_host, by_gpus=by_gpus)
 
 
 async def _look_again(spec: JobSpec) -> all_hosts.Look:

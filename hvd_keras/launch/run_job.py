@@ -1,25 +1,36 @@
 """Runs a job once, from start to clean-up."""
 
+import asyncio
 import contextlib
+import dataclasses
 import os
 import secrets
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 from hvd_keras import postmortem
 from hvd_keras.launch.errors import STARTED, refusing, say
-from hvd_keras.launch.follow.outcome import Verdict
+from hvd_keras.launch.follow.outcome import Verdict, describe_apart, judge, time_to_end
 from hvd_keras.launch.follow.output import Output
 from hvd_keras.launch.follow.ranks import Ranks
 from hvd_keras.launch.follow.statistics import table
-from hvd_keras.launch.follow.supervise import OPEN_FILES, Job, Signals, job_directory
+from hvd_keras.launch.follow.supervise import OPEN_FILES, Signals, job_directory
 from hvd_keras.launch.job_spec import JobSpec
+from hvd_keras.launch.onhost import limits
 from hvd_keras.launch.onhost.channel import new_secret
-from hvd_keras.launch.plan import POSTMORTEM, Placement, plan
+from hvd_keras.launch.onhost.process import die_with_parent
+from hvd_keras.launch.plan import POSTMORTEM, Placement, Plan, plan
 from hvd_keras.launch.start import all_hosts
 from hvd_keras.launch.start.hosts import is_here
 from hvd_keras.launch.start.network import own_addresses
+
+# Bytes of mpirun's own text that are kept, and read at once; its banners are far shorter.
+TEXT_LIMIT = 1 << 16
 
 
 def _conclude(folder: Path, status: int) -> None:
@@ -53,48 +64,81 @@ def _new_folder(parent: str) -> Path:
     return folder
 
 
-async def run(
-    spec: JobSpec,
-    placement: Placement,
-    signals: Signals,
-    output: Output,
-    has_failed: Callable[[], None],
-) -> Verdict:
-    """Run the job once and judge its outcome; call ``has_failed`` before it cleans up a failure."""
-    job, secret = secrets.token_hex(8), new_secret()
-    options, statistics = spec.options, spec.statistics
-    folder = None if options.postmortem is None else _new_folder(options.postmortem)
-    if folder is not None:
-        options.settings["HVD_POSTMORTEM"] = str(folder)
-    output.start()
-    statistics.start(placement.size)
-    is_first = statistics.starts == 1
-    if not spec.is_local:
-        spec.jobs.append(job)
-    with job_directory(job) as directory:
-        names = [host.name for host in placement.hosts]
-        spec.served.update(names)
+class Job:
+    """One start of a job: mpirun, and its workers, which report through `ranks`."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        placement: Placement,
+        signals: Signals,
+        output: Output,
+        has_failed: Callable[[], None],
+    ) -> None:
+        self._spec, self._options, self._placement = spec, spec.options, placement
+        self._signals, self._output = signals, output
+        self._has_failed = has_failed  # is called before the clean-up after a failure
+        self._number = secrets.token_hex(8)
+        self._hosts = [host.name for host in placement.hosts]
+        self._mpirun_text = b""
+        self._stopping = False
+        self._place = ""  # where ranks were that have ended without a traceback
+
+    async def run(self) -> Verdict:
+        """Run the job to its end and judge its outcome."""
+        spec, options, output = self._spec, self._options, self._output
+        folder = None if options.postmortem is None else _new_folder(options.postmortem)
+        if folder is not None:
+            options.settings["HVD_POSTMORTEM"] = str(folder)
+        output.start()
+        spec.statistics.start(self._placement.size)
+        spec.served.update(self._hosts)
+        if not spec.is_local:
+            spec.jobs.append(self._number)
+        with job_directory(self._number) as self._directory:
+            planned = self._prepare()
+            try:
+                verdict = self._verdict(await self._follow(planned))
+                has_traceback = verdict.culprit is not None and output.traceback(verdict.culprit)[0]
+                is_open = verdict.status != 0 and verdict.asked and not has_traceback
+                if is_open and folder is None:
+                    say(self._place or "to see where each rank was, add --postmortem FOLDER")
+            finally:
+                await self._ranks.close()
+                if options.timeline is not None and Path(options.timeline).exists():
+                    say(f"timeline: python -m hvd_keras.timeline {options.timeline}")
+                if options.stats:
+                    say(table(spec.statistics))
+        if folder is not None:
+            _conclude(folder, verdict.status)
+        return verdict
+
+    def _prepare(self) -> Plan:
+        """Listen to the workers, and make the files that mpirun needs."""
+        spec, options, placement = self._spec, self._options, self._placement
+        is_first, secret = spec.statistics.starts == 1, new_secret()
         call = None if options.call is None else Path(options.call[1])
-        ranks = Ranks(
+        self._ranks = Ranks(
             placement.size,
-            [] if spec.is_local else own_addresses(options.network_interface, names),
+            [] if spec.is_local else own_addresses(options.network_interface, self._hosts),
             secret,
             float("inf") if spec.is_local else options.start_timeout,
-            directory,
+            self._directory,
             placement.names,
             {name for name in placement.names.values() if not name or is_here(name)},
-            output,
-            statistics,
-            signals.changed.set,
+            self._output,
+            spec.statistics,
+            self._signals.changed.set,
             is_first,  # a restart has no input, because an earlier start has consumed it
             call,
         )
-        planned = plan(spec, placement, directory, job, secret, ranks.addresses)
+        names = self._directory, self._number, secret, self._ranks.addresses
+        planned = plan(spec, placement, *names)
         for path, text in planned.files.items():
             path.write_text(text)
             path.chmod(0o700)
         if options.verbose:
-            output.write_raw(f"{planned.describe()}\n".encode())
+            self._output.write_raw(f"{planned.describe()}\n".encode())
         elif sys.stderr.isatty() and is_first:
             say(placement.describe())
         if call is not None:
@@ -107,46 +151,147 @@ async def run(
             "open_files": OPEN_FILES[0] if spec.is_local else None,
             "server": spec.server if options.max_restarts else "",
         }
-        ranks.open(start)
-        place = ""
+        self._ranks.open(start)
+        return planned
 
-        async def sweep(grace: float) -> Collection[str]:
-            nonlocal place
-            place = _place(directory / POSTMORTEM, ranks.size)  # the clean-up removes these files
-            ranks.note_silence()
-            jobs = [job, spec.server]
-            if [report.status for report in ranks.reports.values()] != [0] * ranks.size:
-                has_failed()
-                jobs = [job]
-            if spec.is_local:
-                await all_hosts.sweep_here(jobs, grace)
-                return ()
-            lost = await all_hosts.sweep_hosts(names, spec.reach, jobs, grace)
-            spec.lost.update(lost)
-            return lost
-
+    async def _follow(self, planned: Plan) -> set[str]:
+        """Run mpirun and clean up; returns the lost hosts."""
+        hvdrun, spec = os.getpid(), self._spec
         withheld = () if spec.is_local else spec.dialect.withheld
         environment = {k: v for k, v in os.environ.items() if k not in withheld}
+        mpirun: Any = subprocess.Popen(
+            planned.command,
+            env={**environment, **planned.settings},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            # In a separate session it gets no Ctrl-C of the terminal.
+            start_new_session=True,
+            preexec_fn=lambda: die_with_parent(hvdrun),
+        )
+        self._mpirun = mpirun
+        os.set_blocking(mpirun.stdout.fileno(), False)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(mpirun.stdout, self._take_mpirun_text)
+        self._signals.forward = lambda number: self._ranks.tell(signal=number)
         try:
-            verdict = await Job(
-                planned.command,
-                {**environment, **planned.settings},
-                ranks,
-                output,
-                signals,
-                options,
-                sweep,
-            ).run()
-            has_traceback = verdict.culprit is not None and output.traceback(verdict.culprit)[0]
-            is_open = verdict.status != 0 and verdict.asked and not has_traceback
-            if is_open and folder is None:
-                say(place or "to see where each rank was, add --postmortem FOLDER")
+            await self._wait()
         finally:
-            await ranks.close()
-            if options.timeline is not None and Path(options.timeline).exists():
-                say(f"timeline: python -m hvd_keras.timeline {options.timeline}")
-            if options.stats:
-                say(table(statistics))
-    if folder is not None:
-        _conclude(folder, verdict.status)
-    return verdict
+            if mpirun.poll() is None:
+                os.killpg(mpirun.pid, signal.SIGKILL)
+                mpirun.wait()
+            self._ranks.release()
+            await self._until(lambda: not self._ranks.live(), limits.GRACE)
+            lost = await self._sweep()
+            self._take_mpirun_text()
+            loop.remove_reader(mpirun.stdout)
+            mpirun.stdout.close()
+            self._output.finish()
+        return lost
+
+    async def _sweep(self) -> set[str]:
+        """Clean up all hosts; returns those that are lost."""
+        spec, jobs = self._spec, [self._number]
+        self._place = _place(self._directory / POSTMORTEM, self._placement.size)
+        self._ranks.note_silence()
+        statuses = [report.status for report in self._ranks.reports.values()]
+        if statuses == [0] * self._placement.size:
+            jobs.append(spec.server)
+        else:
+            self._has_failed()
+        grace = 0.0 if self._signals.hurry else limits.SWEEP_GRACE
+        names = None if spec.is_local else self._hosts
+        lost = await all_hosts.sweep_hosts(names, spec.reach, jobs, grace)
+        spec.lost.update(lost)
+        return lost
+
+    async def _wait(self) -> None:
+        """Wait for the end of the job and of mpirun; end the job where that must be done."""
+        # Workers have the patience to let their ranks save their work, and report how they ended;
+        # mpirun is ended when they have.
+        await self._until(self._must_end, float("inf"))
+        if not self._all_over() and not self._has_ended():
+            self._stopping = True
+            grace = limits.GRACE if self._signals.stop is None else self._options.stop_timeout
+            self._ranks.tell(stop=grace)
+            await self._until(self._ranks.over, grace + limits.KILL_GRACE)
+        self._ranks.release()
+        if not self._stopping:
+            await self._until(self._has_ended, limits.GRACE)
+        if not self._has_ended():
+            self._stopping = True
+            self._mpirun.terminate()
+            await self._until(self._has_ended, limits.OVER_GRACE)
+
+    async def _until(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Wait for it, at most so long, and not when the user is in a hurry."""
+        limit = time.monotonic() + seconds
+        while not condition() and (left := limit - time.monotonic()) > 0:
+            if self._signals.hurry:
+                return
+            await self._signals.wait(min(left, limits.CHECK))
+
+    def _has_ended(self) -> bool:
+        return self._mpirun.poll() is not None
+
+    def _all_over(self) -> bool:
+        reports = self._ranks.reports
+        return len(reports) == self._ranks.size and self._ranks.over()
+
+    def _must_end(self) -> bool:
+        return (
+            self._has_ended()
+            or self._ranks.check()
+            or self._all_over()
+            or time_to_end(self._ranks.reports, time.monotonic())
+            or self._output.error is not None
+            or self._signals.stop is not None
+        )
+
+    def _take_mpirun_text(self) -> None:
+        pipe = self._mpirun.stdout
+        data = pipe.read(TEXT_LIMIT)  # None: there is nothing now
+        if data == b"":
+            asyncio.get_running_loop().remove_reader(pipe)
+        elif data and self._options.verbose:
+            self._output.mpirun_stream().feed(data)
+        elif data:
+            self._mpirun_text = (self._mpirun_text + data)[-TEXT_LIMIT:]
+
+    def _verdict(self, lost: Collection[str]) -> Verdict:
+        reports = self._ranks.reports
+        error = self._output.error
+        if self._signals.stop is not None:
+            cause = f"{signal.Signals(self._signals.stop).name} received; all ranks were ended"
+            verdict = Verdict(128 + self._signals.stop, [cause])
+        elif error is not None:
+            cause = f"cannot write the ranks' output: {error.strerror}; the job was ended"
+            verdict = Verdict(1, [cause])
+        else:
+            size, mpirun_status = self._ranks.size, self._mpirun.returncode
+            was_killed = mpirun_status < 0 and not self._stopping
+            if was_killed:  # its daemons died of that
+                for report in reports.values():
+                    report.orphaned = float("inf")
+            verdict = dataclasses.replace(
+                judge(reports, size, mpirun_status, lost, was_killed=was_killed),
+                apart=describe_apart(reports, size),
+                asked=any(report.marks for report in reports.values()),
+            )
+            if self._ranks.problem:
+                lines = [self._ranks.problem, *verdict.lines[1:]]
+                verdict = Verdict(1, lines, explained=False)
+        if not verdict.explained or (verdict.status != 0 and not reports):
+            self._output.write_raw(self._mpirun_text)
+        text = ""
+        if verdict.culprit is not None:
+            # An exception of `hvd_keras.run` repeats it, even if it has been printed just before.
+            repeats = self._options.call is not None
+            text = self._output.traceback(verdict.culprit, recent=repeats)[0]
+        elif verdict.waiting is not None:
+            text = self._output.traceback(verdict.waiting)[1]
+        for number, line in enumerate(verdict.lines):
+            say(line)
+            if number == 0 and text:
+                self._output.write_raw(text.encode() + b"\n")
+        return verdict

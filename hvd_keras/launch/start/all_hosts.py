@@ -2,14 +2,15 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hvd_keras.launch.errors import say
 from hvd_keras.launch.onhost import host_facts, sweep
 from hvd_keras.launch.start.hosts import Host
-from hvd_keras.launch.start.remote_shell import Reach, ask_all
+from hvd_keras.launch.start.remote_shell import Answer, Reach, ask_all
 
 # What must have the same version on all hosts.
 _PROGRAMS = ("Python", "hvd_keras", "TensorFlow", "Keras")
@@ -33,11 +34,16 @@ class Look:
 async def look(
     hosts: Sequence[Host],
     reach: Reach,
-    directory: str,
     program: str,
-    slots: Callable[[Mapping[str, Any]], int],
+    per_host: int | None,
+    *,
+    by_gpus: bool,
 ) -> Look:
-    """Ask each host for its facts and compare them with ours; `slots` counts those of a host."""
+    """Ask each host for its facts and compare them with ours.
+
+    A host that has no number of ranks gets `per_host`, or one for each GPU or core there.
+    """
+    directory = os.getcwd()
     names = [host.name for host in hosts]
     answers = await ask_all(names, reach, host_facts, ["-I", "-", directory, program])
     facts = {name: json.loads(answer.text) for name, answer in answers.items() if answer.text}
@@ -57,7 +63,11 @@ async def look(
             )
     away = sorted(name for name, answer in answers.items() if answer.away)
     fitting = [host for host in hosts if host.name not in problems]
-    counted = [Host(host.name, host.slots or slots(facts[host.name])) for host in fitting]
+    counted = []
+    for host in fitting:
+        gpus, cores = facts[host.name]["gpus"], facts[host.name]["cores"]
+        ranks = host.slots or per_host or (by_gpus and gpus) or cores
+        counted.append(Host(host.name, ranks))
     return Look(facts, problems, away, counted)
 
 
@@ -79,23 +89,23 @@ def difference(
     return ""
 
 
-async def sweep_here(jobs: list[str], grace: float) -> None:
-    """Kill processes and remove files of these jobs on this host."""
-    _tell_stuck("", await asyncio.to_thread(sweep.sweep, jobs, grace))
-
-
 async def sweep_hosts(
-    names: Collection[str], reach: Reach, jobs: Sequence[str], grace: float
+    names: Collection[str] | None, reach: Reach, jobs: list[str], grace: float
 ) -> set[str]:
-    """Kill processes and remove files of these jobs; returns the hosts that cannot be reached."""
-    answers = await ask_all(names, reach, sweep, ["-I", "-S", "-", str(grace), *jobs])
+    """Kill processes and remove files of these jobs, here alone without names of hosts.
+
+    Returns the hosts that cannot be reached.
+    """
+    if names is None:
+        stuck = await asyncio.to_thread(sweep.sweep, jobs, grace)
+        answers = {"": Answer(" ".join(map(str, stuck)))}
+    else:
+        answers = await ask_all(names, reach, sweep, ["-I", "-S", "-", str(grace), *jobs])
     for name, answer in answers.items():
+        where = f"{name}: " if name else ""
         if answer.problem and not answer.away:
-            say(f"{name}: the clean-up failed: it {answer.problem}")
-        _tell_stuck(f"{name}: ", answer.text.split())
+            say(f"{where}the clean-up failed: it {answer.problem}")
+        if answer.text:
+            processes = ", ".join(answer.text.split())
+            say(f"{where}cannot kill process {processes} of the job")
     return {name for name, answer in answers.items() if answer.away}
-
-
-def _tell_stuck(where: str, processes: Sequence[object]) -> None:
-    if processes:
-        say(f"{where}cannot kill process {', '.join(map(str, processes))} of the job")
