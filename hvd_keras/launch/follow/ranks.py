@@ -165,22 +165,17 @@ class Ranks:
         except OSError as error:
             why = error.strerror or str(error)
         finally:
-            why = peer.why or why
+            why = peer.why or why  # empty where the worker has ended
             peer.end(why)
-            if peer.rank >= 0:
-                self._lose(peer, why)
+            if (report := self.reports.get(peer.rank)) is not None:
+                report.gone = True
+                if report.status is None:
+                    report.time = time.monotonic()
+                    # A killed worker here may have left something unread, which breaks it as well.
+                    report.lost = "" if peer.host in self.here else why
+            if peer.rank == 0:
+                self._input_was_read.put_nowait(False)
             self.changed()
-
-    def _lose(self, peer: _Peer, why: str) -> None:
-        """Note that a worker has gone; `why` is empty where it has ended."""
-        report = self.reports[peer.rank]
-        report.gone = True
-        if report.status is None:
-            report.time = time.monotonic()
-            # A killed worker here may have left something unread, which breaks it as well.
-            report.lost = "" if peer.host in self.here else why
-        if peer.rank == 0:
-            self._input_was_read.put_nowait(False)
 
     async def _take(self, peer: _Peer, message: dict[str, Any]) -> None:
         """Handle a message."""
@@ -256,11 +251,10 @@ class Ranks:
             self._peers[0].send(input="")
 
     async def _start_one(self, peer: _Peer, start: Mapping[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the worker has gone
-            for first in range(0, len(self._function), PIECE):
-                piece = self._function[first : first + PIECE]
-                await peer.send_much(function=base64.b64encode(piece).decode())
-            peer.send(start=start)
+        for first in range(0, len(self._function), PIECE):
+            piece = self._function[first : first + PIECE]
+            await peer.send_much(function=base64.b64encode(piece).decode())
+        peer.send(start=start)
 
     async def _send_input(self, data: bytes) -> bool:
         """Send rank 0 some input, empty at its end; returns, later, whether it may read more."""
@@ -336,10 +330,8 @@ def _forward_input(send: Callable[[bytes], Coroutine[Any, Any, bool]]) -> None:
     def pump() -> None:
         # When the job has ended, the loop ends and cancels the call.
         with contextlib.suppress(RuntimeError, concurrent.futures.CancelledError):
-            while not loop.is_closed():
-                data = _read_input()
-                if not asyncio.run_coroutine_threadsafe(send(data), loop).result():
-                    return
+            while asyncio.run_coroutine_threadsafe(send(_read_input()), loop).result():
+                pass
 
     threading.Thread(target=pump, daemon=True).start()
 

@@ -128,10 +128,11 @@ class Connection:
             self._writer.write(pack(message))
 
     async def send_much(self, **message: Any) -> None:
-        """Send a long message and wait until most of it has gone. Raises OSError."""
+        """Send a long message and wait until most of it has gone, or the other end is gone."""
         self.send(**message)
         async with self._sending:
-            await self._writer.drain()
+            with contextlib.suppress(OSError):
+                await self._writer.drain()
 
     @property
     def busy(self) -> bool:

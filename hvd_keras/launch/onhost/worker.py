@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import termios
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -98,14 +98,14 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()  # a child has ended, or hvdrun has told something
         self._parent = os.getppid()
-        self._order: dict[str, Any] | None = None  # what to start
+        self._order: dict[str, Any] = {}  # what to start, when hvdrun has said it
         self._child: subprocess.Popen[bytes] | warm.Child | None = None
         self._environment: dict[str, str] = {}  # of the command
         self._pipes = (-1, -1, -1)  # our ends of its streams
         self._server: subprocess.Popen[bytes] | None = None  # of this host
         self._input: asyncio.Queue[bytes] = asyncio.Queue()  # for the command; empty: its end
         self._folder: Path | None = None  # for files that the command reads or writes
-        self._function: bytearray | None = None
+        self._function = bytearray()
         self._stopped = False
         self._by_signal = False  # a signal to this process was the first to ask for the end
         self._hvdrun_gone = False
@@ -119,8 +119,8 @@ class Worker:
         for number in FORWARDED:
             self._loop.add_signal_handler(number, self._signal, number)
         tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._watch())]
-        await self._until(lambda: self._order is not None or self._stopped)
-        if self._order is None:
+        await self._until(lambda: self._order or self._stopped)
+        if not self._order:
             return 128 + signal.SIGTERM
         status = await self._run_command(self._order)
         if self._folder is not None:
@@ -184,7 +184,6 @@ class Worker:
         if "start" in message:
             self._order = message["start"]
         elif "function" in message:
-            self._function = self._function or bytearray()
             self._function += base64.b64decode(message["function"])
         elif "input" in message:
             self._input.put_nowait(base64.b64decode(message["input"]))
@@ -196,13 +195,9 @@ class Worker:
             self._end = message["end"]
         self._changed.set()
 
-    async def _send(self, **message: Any) -> None:
-        """Send what the command must wait for if hvdrun does not take it."""
-        with contextlib.suppress(OSError):
-            await self._connection.send_much(**message)
-
     async def _send_output(self, name: str, data: bytes) -> None:
-        await self._send(output=name, data=base64.b64encode(data).decode())
+        """Send what the command must wait for if hvdrun does not take it."""
+        await self._connection.send_much(output=name, data=base64.b64encode(data).decode())
 
     async def _run_command(self, order: dict[str, Any]) -> int:
         """Run it, pass on what it writes and what hvd_keras tells in it; returns its status."""
@@ -248,7 +243,7 @@ class Worker:
         # Not the job's folder itself, which holds our files.
         own["TMPDIR"] = str(private_folder(_folder_path() / "tmp"))
         own[TELL] = str(folder / "tell")
-        if self._function is not None:
+        if self._function:
             own[CALL] = str(folder)
             (folder / FUNCTION).write_bytes(self._function)
         self._environment = own | order["environment"]
@@ -266,26 +261,22 @@ class Worker:
                 if found is not None:
                     self._loop.add_reader(found.connection, self._changed.set)
                     return found
-            return self._start_new(order, streams)
+            worker = os.getpid()
+            return subprocess.Popen(
+                order["command"],
+                cwd=order["directory"],
+                env=self._environment | ({WARM: "1"} if order["server"] else {}),
+                stdin=streams[0],
+                stdout=streams[1],
+                stderr=streams[2],
+                close_fds=False,  # MPICH talks to its ranks through an inherited descriptor
+                preexec_fn=lambda: prepare(worker, order["open_files"]),
+            )
         finally:
             for stream in streams:
                 os.close(stream)
 
-    def _start_new(self, order: dict[str, Any], streams: Sequence[int]) -> subprocess.Popen[bytes]:
-        worker = os.getpid()
-        return subprocess.Popen(
-            order["command"],
-            cwd=order["directory"],
-            env=self._environment | ({WARM: "1"} if order["server"] else {}),
-            stdin=streams[0],
-            stdout=streams[1],
-            stderr=streams[2],
-            close_fds=False,  # MPICH talks to its ranks through an inherited descriptor
-            preexec_fn=lambda: prepare(worker, order["open_files"]),
-        )
-
     def _server_folder(self) -> Path:
-        assert self._order is not None
         return _folder_path().with_name(f"hvdrun-{self._order['server']}")
 
     def _hear(self, ear: socket.socket) -> bool:
@@ -303,7 +294,6 @@ class Worker:
         return True
 
     def _start_server(self, told: dict[str, Any]) -> None:
-        assert self._order is not None
         folder = self._server_folder()
         # What is in this start's folder, as a library's cache may be, is not for later starts.
         start = str(_folder_path())
@@ -364,8 +354,8 @@ class Worker:
     def _sweep(self) -> None:
         """End all that is left of the job here, by a process that mpirun's daemon cannot kill."""
         command = [sys.executable, "-I", "-S", str(SWEEP), str(GRACE), os.environ[JOB]]
-        if self._order is not None and self._order["server"]:
-            command.append(self._order["server"])
+        if server := self._order.get("server"):
+            command.append(server)
         environment = {k: v for k, v in os.environ.items() if k not in (JOB, DAEMON, OWNER)}
         folder = _folder_path()
         environment["TMPDIR"] = str(folder.parent)
@@ -403,12 +393,12 @@ class Worker:
 
     async def _send_result(self, status: int) -> int:
         """Send what the function of `hvd_keras.run` has returned; returns the command's status."""
-        if self._function is None or self._folder is None or status != 0 or self._stopped:
+        if not self._function or self._folder is None or status != 0 or self._stopped:
             return status
         try:
             with (self._folder / RESULT).open("rb") as file:
                 while piece := file.read(PIECE):
-                    await self._send(result=base64.b64encode(piece).decode())
+                    await self._connection.send_much(result=base64.b64encode(piece).decode())
         except OSError:
             text = "hvdrun: the function ended its process; expected it to return\n"
             await self._send_output("err", text.encode())
