@@ -29,28 +29,26 @@ class Host:
     slots: int | None = None
 
 
-def _host(text: str, origin: str) -> Host:
-    name, colon, slots = text.partition(":")
-    if not _NAME.fullmatch(name) or (colon and not re.fullmatch("0*[1-9][0-9]*", slots)):
-        raise UsageError(
-            f"{origin} got {text!r}; expected a host name or IPv4 address, optionally with a "
-            f"number of ranks, at least 1, as in {_EXAMPLE}"
-        )
-    return Host(name, int(slots) if colon else None)
-
-
 def _hosts(text: str, origin: str) -> list[Host]:
     """Parse one entry, which may stand for several hosts."""
-    match = _RANGE.fullmatch(text)
-    if match is None:
-        return [_host(text, origin)]
+    entries = [text]
+    if match := _RANGE.fullmatch(text):
+        entries = []
+        for part in match[2].split(","):
+            first, _, last = part.partition("-")
+            numbers = range(int(first), int(last or first) + 1)
+            if not 0 < len(numbers) <= MOST_HOSTS:
+                raise UsageError(f"{origin} got {text!r}; expected ranges such as server[1-8]:4")
+            entries += [f"{match[1]}{n:0{len(first)}}{match[3]}" for n in numbers]
     hosts = []
-    for part in match[2].split(","):
-        first, _, last = part.partition("-")
-        numbers = range(int(first), int(last or first) + 1)
-        if not 0 < len(numbers) <= MOST_HOSTS:
-            raise UsageError(f"{origin} got {text!r}; expected ranges such as server[1-8]:4")
-        hosts += [_host(f"{match[1]}{n:0{len(first)}}{match[3]}", origin) for n in numbers]
+    for entry in entries:
+        name, colon, slots = entry.partition(":")
+        if not _NAME.fullmatch(name) or (colon and not re.fullmatch("0*[1-9][0-9]*", slots)):
+            raise UsageError(
+                f"{origin} got {entry!r}; expected a host name or IPv4 address, optionally with a "
+                f"number of ranks, at least 1, as in {_EXAMPLE}"
+            )
+        hosts.append(Host(name, int(slots) if colon else None))
     return hosts
 
 
