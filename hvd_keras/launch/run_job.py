@@ -26,7 +26,6 @@ from hvd_keras.launch.onhost.channel import new_secret
 from hvd_keras.launch.onhost.process import die_with_parent
 from hvd_keras.launch.plan import POSTMORTEM, Placement, Plan, plan
 from hvd_keras.launch.start import all_hosts
-from hvd_keras.launch.start.hosts import is_here
 from hvd_keras.launch.start.network import own_addresses
 
 # Bytes of mpirun's own text that are kept, and read at once; its banners are far shorter.
@@ -125,7 +124,6 @@ class Job:
             float("inf") if spec.is_local else options.start_timeout,
             self._directory,
             placement.names,
-            {name for name in placement.names.values() if not name or is_here(name)},
             self._output,
             spec.statistics,
             self._signals.changed.set,

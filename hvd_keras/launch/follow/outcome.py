@@ -42,6 +42,11 @@ class Report:
             self.phase, self.time = mark, time.monotonic()
 
     @property
+    def over(self) -> bool:
+        """Whether the rank will send nothing more."""
+        return self.gone or self.status is not None
+
+    @property
     def follows(self) -> bool:
         """Whether hvd_keras or MPI, not the script, ended the rank because of another one."""
         if self.status not in FOLLOWERS:

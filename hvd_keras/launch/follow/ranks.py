@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from hvd_keras.launch.onhost.worker import FUNCTION, RESULT
 # be accepted.
 UNPROVEN = 64
 
-TOO_MANY_FILES = "too many open files for this many ranks; raise the limit (`ulimit -n`)"
 
 SOCKET = "socket"  # in the job's directory, for a job on this host
 
@@ -38,6 +37,7 @@ class _Peer(Connection):
     """The connection to a worker; or to a stranger, while the rank is negative."""
 
     rank, cores, host = -1, 0, ""
+    is_here = False  # on our host
     why = ""  # we have ended the connection
 
     def end(self, why: str = "") -> None:
@@ -70,7 +70,7 @@ class Ranks:
     start_timeout: float  # seconds
     directory: Path
     names: Mapping[str, str]  # the user's names of the hosts, by their own
-    here: Collection[str]  # names of this host
+
     output: Output
     statistics: Statistics  # takes what the ranks tell of themselves
     changed: Callable[[], None]  # is called when something happens that may end the job
@@ -134,7 +134,9 @@ class Ranks:
                     connection, _ = await loop.sock_accept(listener)
                 except OSError as error:
                     if error.errno in (errno.EMFILE, errno.ENFILE):
-                        self.problem = TOO_MANY_FILES
+                        self.problem = (
+                            "too many open files for this many ranks; raise the limit (`ulimit -n`)"
+                        )
                         return
                     self._places.release()  # the other end has gone
                     continue
@@ -172,7 +174,7 @@ class Ranks:
                 if report.status is None:
                     report.time = time.monotonic()
                     # A killed worker here may have left something unread, which breaks it as well.
-                    report.lost = "" if peer.host in self.here else why
+                    report.lost = "" if peer.is_here else why
             if peer.rank == 0:
                 self._input_was_read.put_nowait(False)
             self.changed()
@@ -198,7 +200,7 @@ class Ranks:
         elif "input_was_read" in message:
             self._input_was_read.put_nowait(message["input_was_read"])
         elif "orphan" in message:
-            if peer.host not in self.here:  # here the daemon is mpirun itself, which we watch
+            if not peer.is_here:  # here the daemon is mpirun itself, which we watch
                 report.orphaned = time.monotonic()
         elif "result" in message:
             assert self.call is not None
@@ -230,6 +232,7 @@ class Ranks:
         if rank in self._peers or not 0 <= rank < self.size:
             raise ProtocolError(f"rank {rank} is not expected")
         peer.rank, peer.host, peer.cores = rank, self.names.get(host, host), cores
+        peer.is_here = host == socket.gethostname()
         self._peers[rank] = peer
         self.reports[rank] = Report(None, time.monotonic(), False, host=peer.host)
         if len(self._peers) == self.size:
@@ -266,7 +269,7 @@ class Ranks:
     def check(self) -> bool:
         """Look for lost hosts and time limits; returns whether the job cannot go on."""
         now = time.monotonic()
-        left = [peer for rank, peer in self._peers.items() if not self._is_over(rank)]
+        left = [peer for rank, peer in self._peers.items() if not self.reports[rank].over]
         for peer in left:
             if silence(peer.socket) > limits.SILENCE:
                 peer.end(f"silent for {limits.SILENCE:.0f} s")
@@ -291,9 +294,6 @@ class Ranks:
             report.lost or report.orphaned < float("inf") for report in self.reports.values()
         )
 
-    def _is_over(self, rank: int) -> bool:
-        return self.reports[rank].gone or self.reports[rank].status is not None
-
     def tell(self, **message: Any) -> None:
         """Send all workers a message."""
         for peer in self._peers.values():
@@ -301,12 +301,12 @@ class Ranks:
 
     def over(self) -> bool:
         """Whether no rank will send anything more."""
-        return all(self._is_over(rank) for rank in self.reports)
+        return all(report.over for report in self.reports.values())
 
     def live(self) -> bool:
         """Whether a worker on a host that answers may still send something."""
         return any(
-            not self._is_over(rank) and silence(peer.socket) < limits.SUSPICION
+            not self.reports[rank].over and silence(peer.socket) < limits.SUSPICION
             for rank, peer in self._peers.items()
         )
 
