@@ -125,7 +125,8 @@ def fork(
         streams: its standard input, output and error stream.
     """
     # MPICH's ranks talk to mpirun through a descriptor that they inherit.
-    inherited = [n for n in map(int, os.listdir("/proc/self/fd")) if n > 2 and _inherits(n)]
+    there = [n for n in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{n}")]
+    inherited = [n for n in map(int, there) if n > 2 and os.get_inheritable(n)]
     message = {
         "descriptors": [0, 1, 2, *inherited],
         "directory": order["directory"],
@@ -153,12 +154,6 @@ def fork(
     return Child(connection, server, process)
 
 
-def _inherits(descriptor: int) -> bool:
-    with contextlib.suppress(OSError):  # that of the listing
-        return os.get_inheritable(descriptor)
-    return False
-
-
 class _Server:
     """Forks a process for each worker that asks, and tells it how this one has ended."""
 
@@ -177,7 +172,9 @@ class _Server:
         """Serve while somebody needs it; returns in a fork the order and the files with it."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
-        while events := self._selector.select(self._patience()):
+        while events := self._selector.select(
+            None if self._processes or self._starter is not None else SERVER_IDLE
+        ):
             for key, _ in events:
                 source: Any = key.fileobj
                 if source is self._listener:
@@ -192,9 +189,6 @@ class _Server:
                 else:
                     self._forget(source)
         return None
-
-    def _patience(self) -> float | None:
-        return None if self._processes or self._starter is not None else SERVER_IDLE
 
     def _accept(self) -> tuple[dict[str, Any], list[int]] | None:
         connection, _ = self._listener.accept()
@@ -290,10 +284,13 @@ def _memory() -> list[int]:
     return list(map(int, fields[45:49]))
 
 
-def _run(command: list[str]) -> None:
-    """Run a script or a module as Python does."""
-    words = _words(command)
-    sys.orig_argv = command
+def folder_of(words: Sequence[str]) -> str:
+    """Return what Python puts first into ``sys.path`` for a script, or for ``-m`` and a module."""
+    return os.getcwd() if words[0] == "-m" else os.path.dirname(os.path.realpath(words[0]))
+
+
+def run(words: list[str]) -> None:
+    """Run a script, or ``-m`` and a module, with its arguments as Python does."""
     sys.excepthook = functools.partial(_print_error, sys.excepthook)
     if words[0] == "-m":
         sys.argv = words[1:]
@@ -342,9 +339,8 @@ def main() -> int:
     command, modules = told["command"], told["modules"]
     words = _words(command)
     time.sleep(SERVER_DELAY)
-    here = os.path.dirname(os.path.realpath(words[0])) if words[0] != "-m" else os.getcwd()
     if not getattr(sys.flags, "safe_path", False):
-        sys.path.insert(0, here)
+        sys.path.insert(0, folder_of(words))
     # In a thread, because a process must not become less nice again.
     imports = threading.Thread(target=_import, args=[told])
     imports.start()
@@ -368,5 +364,6 @@ def main() -> int:
         shutil.rmtree(folder, ignore_errors=True)
         return 0
     _take(command, *order)
-    _run(command)
+    sys.orig_argv = command
+    run(words)
     return 0
