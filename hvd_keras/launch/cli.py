@@ -40,16 +40,12 @@ def _launch(extension: options.Extension) -> int:
             shutil.rmtree(given.call[1], ignore_errors=True)  # its owner was killed
 
 
-def _open_standard_streams() -> None:
-    """Open the null device for each standard stream that the caller has closed."""
+def main(extension: options.Extension) -> int:
+    """Run `hvdrun` with this process's arguments; returns the exit status."""
+    # The null device stands for each standard stream that the caller has closed.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
-
-
-def main(extension: options.Extension) -> int:
-    """Run `hvdrun` with this process's arguments; returns the exit status."""
-    _open_standard_streams()
     try:
         return _launch(extension)
     except KeyboardInterrupt:  # before `Signals` listens

@@ -41,11 +41,16 @@ rank that failed first (128 + N if signal N killed it), 2 for a wrong command li
 Ctrl-C."""
 
 
-def _at_least(least: int, option: str, text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and int(text) >= least):
-        expected = "a positive integer" if least == 1 else f"an integer of at least {least}"
+def _expect(fits: bool, option: str, text: str, expected: str) -> str:
+    if not fits:
         raise UsageError(f"{option} got {text!r}; expected {expected}")
-    return int(text)
+    return text
+
+
+def _at_least(least: int, option: str, text: str) -> int:
+    fits = text.isascii() and text.isdecimal() and int(text) >= least
+    expected = "a positive integer" if least == 1 else f"an integer of at least {least}"
+    return int(_expect(fits, option, text, expected))
 
 
 def _size(option: str, text: str) -> int:
@@ -63,9 +68,7 @@ def _words(option: str, text: str) -> list[str]:
 
 
 def _one_interface(option: str, text: str) -> str:
-    if "," in text:
-        raise UsageError(f"{option} got {text!r}; expected one interface")
-    return text
+    return _expect("," not in text, option, text, "one interface")
 
 
 def _variable(option: str, text: str) -> str:
@@ -78,11 +81,8 @@ def _variable(option: str, text: str) -> str:
 
 def _new_file(option: str, text: str) -> str:
     path = Path(text).absolute()
-    if not text or path.is_dir() or not path.parent.is_dir():
-        raise UsageError(
-            f"{option} got {text!r}; expected the path of a file in an existing folder"
-        )
-    return text
+    fits = text != "" and not path.is_dir() and path.parent.is_dir()
+    return _expect(fits, option, text, "the path of a file in an existing folder")
 
 
 class _Parser(argparse.ArgumentParser):
