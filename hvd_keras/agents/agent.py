@@ -98,7 +98,7 @@ def _accept(listener: socket.socket, *arguments: object) -> None:
 def _sweep(run: str, jobs: set[str], grace: float) -> None:
     """End what this run has left here, after hvdrun had time to do it."""
     limit = time.monotonic() + HVDRUN_END
-    while processes(run + OF_HVDRUN) and time.monotonic() < limit:
+    while processes([run + OF_HVDRUN]) and time.monotonic() < limit:
         time.sleep(STEP)
     sweep([run, run + OF_HVDRUN, *jobs], grace)
 

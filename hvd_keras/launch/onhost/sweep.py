@@ -33,9 +33,10 @@ GONE = 5.0
 STEP = 0.05
 
 
-def processes(job: str) -> "list[int]":
-    """Return the job's processes of this user, except this one and zombies."""
-    marks = {f"{name}={job}".encode() for name in ("HVDRUN_JOB", "HVDRUN_DAEMON_OF", OWNER)}
+def processes(jobs: "list[str]") -> "list[int]":
+    """Return the jobs' processes of this user, except this one and zombies."""
+    names = ("HVDRUN_JOB", "HVDRUN_DAEMON_OF", OWNER)
+    marks = {f"{name}={job}".encode() for name in names for job in jobs}
     found = []
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():
@@ -63,12 +64,12 @@ def shared_memory(pids: "list[int]") -> "set[str]":
     return found
 
 
-def end(job: str, grace: float) -> "tuple[set[str], list[int]]":
-    """Kill the job's processes; returns the shared-memory files they used, and those left."""
+def end(jobs: "list[str]", grace: float) -> "tuple[set[str], list[int]]":
+    """Kill the jobs' processes; returns the shared-memory files they used, and those left."""
     used: set[str] = set()
     asked: set[int] = set()
     start = time.monotonic()
-    while left := processes(job):
+    while left := processes(jobs):
         used |= shared_memory(left)
         kill = time.monotonic() >= start + grace
         if time.monotonic() >= start + grace + GONE:  # stuck in the kernel, on a disk perhaps
@@ -95,30 +96,22 @@ def abandoned() -> "set[str]":
     return found
 
 
-def remove(paths: "set[str]") -> None:
-    """Delete those of these files that are this user's and that no process uses."""
-    everybody = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()] if paths else []
-    for path in paths - shared_memory(everybody):
+def sweep(jobs: "list[str]", grace: float) -> "list[int]":
+    """Kill the jobs' processes and delete their files; returns the processes that are left."""
+    used, left = end(jobs, grace)
+    used |= abandoned()
+    # Of these files, those that are this user's and that no process uses.
+    everybody = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()] if used else []
+    for path in used - shared_memory(everybody):
         with contextlib.suppress(FileNotFoundError):  # another sweep was faster
             if os.stat(path).st_uid == os.getuid():
                 os.unlink(path)
-
-
-def sweep(jobs: "list[str]", grace: float) -> "list[int]":
-    """Kill the jobs' processes and delete their files; returns the processes that are left."""
-    used: set[str] = set()
-    stuck: list[int] = []
-    for job in jobs:
-        files, left = end(job, grace)
-        used |= files
-        stuck += left
-    remove(used | abandoned())
     for folder in {tempfile.gettempdir(), "/tmp", "/dev/shm"}:
         for job in jobs:
             path = os.path.join(folder, f"hvdrun-{job}")
             if os.path.isdir(path):
                 shutil.rmtree(path, ignore_errors=True)
-    return stuck
+    return left
 
 
 if __name__ == "__main__":
