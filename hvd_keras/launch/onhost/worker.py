@@ -104,7 +104,7 @@ class Worker:
         self._pipes = (-1, -1, -1)  # our ends of its streams
         self._server: subprocess.Popen[bytes] | None = None  # of this host
         self._input: asyncio.Queue[bytes] = asyncio.Queue()  # for the command; empty: its end
-        self._folder: Path | None = None  # for files that the command reads or writes
+        self._folder = _folder_path() / f"rank-{rank}"  # for files that the command reads or writes
         self._function = bytearray()
         self._stopped = False
         self._by_signal = False  # a signal to this process was the first to ask for the end
@@ -123,9 +123,8 @@ class Worker:
         if not self._order:
             return 128 + signal.SIGTERM
         status = await self._run_command(self._order)
-        if self._folder is not None:
-            status = await self._send_result(status)
-            shutil.rmtree(self._folder, ignore_errors=True)
+        status = await self._send_result(status)
+        shutil.rmtree(self._folder, ignore_errors=True)
         if not self._stopped:
             self._report_orphan()  # without the daemon, MPI ends a command before we have looked
         report = {"status": status, "stopped": self._stopped, "by_signal": self._by_signal}
@@ -202,13 +201,13 @@ class Worker:
     async def _run_command(self, order: dict[str, Any]) -> int:
         """Run it, pass on what it writes and what hvd_keras tells in it; returns its status."""
         try:
-            folder = private_folder(_folder_path())
-            self._folder = Path(tempfile.mkdtemp(prefix="rank-", dir=folder))
+            private_folder(_folder_path())
+            private_folder(self._folder)
             ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             with channel.in_folder(self._folder) as short:
                 ear.bind(f"{short}/tell")
             ear.setblocking(False)
-            child = self._child = self._start(order, self._folder)
+            child = self._child = self._start(order)
         except OSError as error:  # such as a full /dev/shm or a TMPDIR that cannot be written
             what = f"{order['command'][0]!r} on {socket.gethostname()}"
             await self._send_output("err", f"hvdrun: cannot start {what}: {error}\n".encode())
@@ -236,16 +235,16 @@ class Worker:
         assert child.returncode is not None
         return child.returncode
 
-    def _start(self, order: dict[str, Any], folder: Path) -> subprocess.Popen[bytes] | warm.Child:
-        """Start what `run_job` describes; `folder` is for its files."""
+    def _start(self, order: dict[str, Any]) -> subprocess.Popen[bytes] | warm.Child:
+        """Start what `run_job` describes."""
         private_folder(Path(memory_folder(os.environ[JOB])))
         own = {k: v for k, v in os.environ.items() if k not in (SECRET, ADDRESSES, DAEMON)}
         # Not the job's folder itself, which holds our files.
         own["TMPDIR"] = str(private_folder(_folder_path() / "tmp"))
-        own[TELL] = str(folder / "tell")
+        own[TELL] = str(self._folder / "tell")
         if self._function:
-            own[CALL] = str(folder)
-            (folder / FUNCTION).write_bytes(self._function)
+            own[CALL] = str(self._folder)
+            (self._folder / FUNCTION).write_bytes(self._function)
         self._environment = own | order["environment"]
         inputs = os.pipe() if self._rank == 0 else (os.open(os.devnull, os.O_RDONLY), -1)
         outputs, errors = os.pipe(), os.pipe()
@@ -393,7 +392,7 @@ class Worker:
 
     async def _send_result(self, status: int) -> int:
         """Send what the function of `hvd_keras.run` has returned; returns the command's status."""
-        if not self._function or self._folder is None or status != 0 or self._stopped:
+        if not self._function or status != 0 or self._stopped:
             return status
         try:
             with (self._folder / RESULT).open("rb") as file:
