@@ -19,7 +19,6 @@ import os
 import platform
 import secrets
 import shlex
-import shutil
 import socket
 import subprocess
 import tempfile
@@ -31,6 +30,7 @@ from typing import Any, cast
 
 from hvd_keras.agents.agent import OF_HVDRUN
 from hvd_keras.launch import onhost, run_function
+from hvd_keras.launch.follow.supervise import job_directory
 from hvd_keras.launch.onhost.channel import new_secret
 from hvd_keras.launch.onhost.cores import thread_settings
 from hvd_keras.launch.onhost.host_facts import version
@@ -89,9 +89,7 @@ class Call:
         slots = Counter(place["address"] for place in places)
         ports = {place["address"]: place["port"] for place in reversed(places)}
         # Agents remove the folder, however we end.
-        folder = Path(tempfile.gettempdir(), f"hvdrun-{self.run}")
-        folder.mkdir(0o700)
-        try:
+        with job_directory(self.run) as folder:
             table = folder / "table"
             table.write_text(json.dumps({"secret": self.secret, "ports": ports}))
             shell = shlex.join([*onhost.program("agents.client"), str(table)])
@@ -104,8 +102,6 @@ class Call:
             cwd = self.directory if everywhere else tempfile.gettempdir()
             how |= {"name": self.name, "env": own, "cwd": cwd}
             return run_function.call(function, command, **how)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 class Agent:
