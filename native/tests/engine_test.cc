@@ -394,7 +394,7 @@ void agreements_tell_who_waited_least() {
   std::vector<int> ranks(size);
   std::iota(ranks.begin(), ranks.end(), 0);
   const auto transport = test::new_transport(MPI_COMM_WORLD, ranks);
-  const Waiting patient = [](double, const std::vector<int>&) { return std::string(); };
+  const Waiting patient = [](double, const Missing&) { return std::string(); };
   for (int first = 0; first < size; ++first) {
     const auto waited = [&](int r) -> uint64_t { return r == first ? 10 : 1000 + r * r; };
     for (int odd = -1; odd < size; ++odd) {  // the rank that proposes something else

@@ -16,7 +16,7 @@ namespace {
 constexpr int kRanks = 4;
 constexpr uint64_t kWindow = 4;
 
-std::string no_deadline(double, const std::vector<int>&) { return ""; }
+std::string no_deadline(double, const Missing&) { return ""; }
 
 // Runs a body on each rank, with counters in memory that all share; it begins with `first`.
 void on_all_ranks(int ranks_per_core, const std::function<void(HostCounters&, int)>& body,
@@ -91,9 +91,9 @@ void nobody_is_woken_in_vain() {
       std::this_thread::sleep_for(std::chrono::milliseconds(rank));
       counters.advance(HostCounters::arrived, round);
       int looks = 0;
-      counters.wait(targets, [&](double seconds, const std::vector<int>& missing) {
+      counters.wait(targets, [&](double seconds, const Missing& missing) {
         CHECK(seconds >= ++looks * 0.01);
-        CHECK(!missing.empty());
+        CHECK(!missing().empty());
         return std::string();
       });
     }
@@ -108,8 +108,8 @@ void the_deadline_names_who_is_missing_and_reaches_all() {
     try {
       if (rank != 2) counters.advance(HostCounters::packed, 1);
       while (rank == 2) counters.check_aborted();
-      counters.wait(targets, [&](double, const std::vector<int>& missing) {
-        return missing == std::vector<int>{12} ? "rank 12 is missing" : "";
+      counters.wait(targets, [&](double, const Missing& missing) {
+        return missing() == std::vector<int>{12} ? "rank 12 is missing" : "";
       });
     } catch (const Aborted& aborted) {
       why = aborted.what();

@@ -118,9 +118,11 @@ Agreement agreement(const std::vector<WaitTimes>& all_times) {
   return agreement;
 }
 
+std::string host_of(int rank) { return std::string(1, static_cast<char>('a' + rank)); }
+
 void agreed(Recorder& recorder, const std::vector<Served>& requests,
             const std::vector<WaitTimes>& all_times = kPasts) {
-  recorder.agreed(0, {0, 1, 2}, {"a", "b", "c"}, requests, agreement(all_times));
+  recorder.agreed(0, {0, 1, 2}, host_of, requests, agreement(all_times));
 }
 
 void who_waits_least_came_last() {
@@ -144,7 +146,7 @@ void ranks_that_come_together_are_not_late() {
   Recorder recorder(0, 3);
   agreed(recorder, {served("x")}, {{1000, 0, 0}, {90'000, 0, 0}, {50'000, 0, 0}});
   Recorder alone(0, 1);
-  alone.agreed(0, {0}, {"a"}, {served("x")}, agreement({{1'000'000, 0, 0}}));
+  alone.agreed(0, {0}, host_of, {served("x")}, agreement({{1'000'000, 0, 0}}));
   CHECK_EQ(count(recorder.stats(), "\"last\": 0"), size_t{3});
   CHECK_EQ(count(alone.stats(), "\"last\": 0"), size_t{1});
 }

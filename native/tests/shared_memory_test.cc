@@ -53,7 +53,7 @@ std::vector<int> all_ranks() {
 
 SharedMemory new_memory() { return {MPI_COMM_WORLD, all_ranks(), {kArea, kArea, kArea, kArea}}; }
 
-std::string no_deadline(double, const std::vector<int>&) { return ""; }
+std::string no_deadline(double, const Missing&) { return ""; }
 
 // Of the blocks that this process has mapped.
 std::vector<std::string> names_of_blocks() {
@@ -107,9 +107,9 @@ void nobody_is_woken_before_all_have_come() {
   for (int round = 0; round < 50; ++round) {
     std::this_thread::sleep_for(std::chrono::milliseconds(rank));
     int looks = 0;
-    memory.barrier([&](double seconds, const std::vector<int>& missing) {
+    memory.barrier([&](double seconds, const Missing& missing) {
       CHECK(seconds >= ++looks * kLookSeconds);
-      CHECK(!missing.empty());
+      CHECK(!missing().empty());
       return std::string();
     });
   }

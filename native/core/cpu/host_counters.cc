@@ -126,7 +126,7 @@ void HostCounters::wait(const Targets& targets, const Waiting& waiting) {
     header_->sleepers.fetch_sub(1, std::memory_order_relaxed);
     if (here || reached(targets)) return;
     check_aborted();
-    const std::string why = waiting(seconds_since(start), missing(targets));
+    const std::string why = waiting(seconds_since(start), [&] { return missing(targets); });
     if (!why.empty()) abort(why);
   }
 }

@@ -53,9 +53,12 @@ MpiTransport::MpiTransport(MPI_Comm communicator, std::vector<int> ranks, int fe
       communicator_(duplicate(communicator)),
       proposals_(communicator_, few, kTag) {
   HVD_MPI(MPI_Comm_rank(communicator_, &rank_));
-  others_ = others(rank_, size());
   waiter_ = std::make_unique<MpiWaiter>(communicator_, ranks_, few);
-  hosts_ = gather(host_name(), [](double, const std::vector<int>&) { return std::string(); });
+  const Waiting patient = [](double, const Missing&) { return std::string(); };
+  for (const std::string& name : gather(host_name(), patient)) {
+    if (hosts_.empty() || hosts_.back() != name) hosts_.push_back(name);
+    host_of_.push_back(static_cast<int>(hosts_.size()) - 1);
+  }
 }
 
 MpiTransport::~MpiTransport() {
@@ -162,8 +165,8 @@ void MpiTransport::reducescatter(const Request& request, size_t i) {
     const int64_t mine = length(rank_);
     received_.resize(mine * size());
     Messages messages(communicator_);
-    for (int r : others_) messages.receive(received_.data() + r * mine, mine, r);
-    for (int r : others_) messages.send(slice(r), length(r), r);
+    for (int r : others(rank_, size())) messages.receive(received_.data() + r * mine, mine, r);
+    for (int r : others(rank_, size())) messages.send(slice(r), length(r), r);
     waiter_->wait(messages, waiting_);
     if (mine == 0) continue;
     for (int r = 0; r < size(); ++r)
@@ -270,8 +273,8 @@ void MpiTransport::gather_bytes(const void* mine, const std::vector<int64_t>& si
   }
   char* out = static_cast<char*>(all);
   Messages messages(communicator_);
-  for (int r : others_) messages.receive(out + offsets[r], sizes[r], r);
-  for (int r : others_) messages.send(mine, sizes[rank_], r);
+  for (int r : others(rank_, size())) messages.receive(out + offsets[r], sizes[r], r);
+  for (int r : others(rank_, size())) messages.send(mine, sizes[rank_], r);
   // Its own, too, over MPI: the memory may be a GPU's.
   messages.receive(out + offsets[rank_], sizes[rank_], rank_);
   messages.send(mine, sizes[rank_], rank_);

@@ -43,7 +43,7 @@ class MpiTransport : public KindTransport {
   MpiWaiter& waiter() { return *waiter_; }
   const std::vector<int>& ranks() const override { return ranks_; }
   int rank() const override { return rank_; }
-  const std::string& host(int rank) const override { return hosts_[rank]; }
+  const std::string& host(int rank) const override { return hosts_[host_of_[rank]]; }
   std::optional<Agreement> agree(const Proposal& mine, const Request* next,
                                  const Waiting& waiting) override;
   // The end of an agreement, once this is known of all.
@@ -81,8 +81,8 @@ class MpiTransport : public KindTransport {
   const int few_;
   MPI_Comm communicator_;
   int rank_;
-  std::vector<int> others_;
-  std::vector<std::string> hosts_;
+  std::vector<std::string> hosts_;  // of each run of ranks
+  std::vector<int> host_of_;        // by rank
   std::unique_ptr<MpiWaiter> waiter_;
   Clock::time_point agreed_ = Clock::now();  // when the last agreement was complete
   ProposalExchange proposals_;

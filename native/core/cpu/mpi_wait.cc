@@ -195,7 +195,7 @@ void MpiWaiter::Wait::turn(bool something_has_come) {
   }
   waiter_.check_aborted();
   if (waited > kLongSeconds / 2) waiter_.pass_on();
-  const std::string why = waiting_(waited, waiter_.missing());
+  const std::string why = waiting_(waited, [this] { return waiter_.missing(); });
   if (!why.empty()) waiter_.abort(why);
 }
 

@@ -90,7 +90,7 @@ class MpiWaiter {
     double next_call_ = kLongSeconds;  // after so long without progress
   };
 
-  // Duplicates the communicator. Up to `few` ranks tell each other of themselves.
+  // Duplicates the communicator. `ranks` last longer. Up to `few` tell each other of themselves.
   MpiWaiter(MPI_Comm communicator, const std::vector<int>& ranks, int few);
   ~MpiWaiter();
 
@@ -141,7 +141,7 @@ class MpiWaiter {
   static constexpr double kLongSeconds = 1.0;
 
   MPI_Comm communicator_;
-  const std::vector<int> ranks_;
+  const std::vector<int>& ranks_;
   const bool many_;
   int rank_;
   uint64_t step_ = 0;

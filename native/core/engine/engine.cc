@@ -130,9 +130,9 @@ bool Engine::serve_next() {
   if (!agreement) {
     check_other_sets();
     const Proposal mine = history_.proposal(head);
-    const auto waiting = [&](double seconds, const std::vector<int>& missing) -> std::string {
+    const auto waiting = [&](double seconds, const Missing& missing) -> std::string {
       if (head == kLeaving) return history_.why_aborted();  // a rank may finish long after another
-      return watch(seconds, [&] { return head_waits_for(missing); });
+      return watch(seconds, [&] { return head_waits_for(missing()); });
     };
     const bool runs = entry && entry->problem.empty();
     agreement = transport_->agree(mine, runs ? &entry->request : nullptr, waiting);
@@ -209,13 +209,11 @@ Status Engine::run(Entry& entry) {
       bytes += elements(input.shape) * size_of(on_the_wire(request, input.dtype));
     const auto start = Clock::now();
     all_or_abort([&] {
-      status = transport_->run(request,
-                               [&](double seconds, const std::vector<int>& missing) -> std::string {
-                                 return watch(seconds, [&] {
-                                   return who(missing) + " stopped responding in the middle of " +
-                                          identity(request) + ".";
-                                 });
-                               });
+      status = transport_->run(request, [&](double seconds, const Missing& missing) -> std::string {
+        return watch(seconds, [&] {
+          return who(missing()) + " stopped responding in the middle of " + identity(request) + ".";
+        });
+      });
     });
     history_.served(row.name, request.name, bytes, entry.submitted, start);
   }

@@ -113,9 +113,9 @@ T Engine::of_all(const T& mine) {
     return encode(both);
   };
   return decoded(transport_->reduce(
-      encode(mine), combine, [&](double seconds, const std::vector<int>& missing) -> std::string {
+      encode(mine), combine, [&](double seconds, const Missing& missing) -> std::string {
         return watch(seconds,
-                     [&] { return who(missing) + " does not take part in a negotiation."; });
+                     [&] { return who(missing()) + " does not take part in a negotiation."; });
       }));
 }
 

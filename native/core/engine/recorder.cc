@@ -134,9 +134,8 @@ void Recorder::served(const Served& request) {
   counted.ran_ns += nanoseconds(request.end - request.start);
 }
 
-void Recorder::agreed(int process_set, const std::vector<int>& ranks,
-                      const std::vector<std::string>& hosts, const std::vector<Served>& requests,
-                      const Agreement& agreement) {
+void Recorder::agreed(int process_set, const std::vector<int>& ranks, const HostOf& host_of,
+                      const std::vector<Served>& requests, const Agreement& agreement) {
   // The others waited for the last rank, on average this much longer.
   uint64_t longer = agreement.waited - agreement.waited_least * ranks.size();
   if (ranks.size() > 1) longer /= ranks.size() - 1;
@@ -148,14 +147,14 @@ void Recorder::agreed(int process_set, const std::vector<int>& ranks,
     ranks_[last].ns += longer;
   }
   if (file_.is_open() && !agreement.all_times.empty())
-    draw(process_set, ranks, hosts, requests, agreement.all_times, last);
+    draw(process_set, ranks, host_of, requests, agreement.all_times, last);
 }
 
-void Recorder::draw(int process_set, const std::vector<int>& ranks,
-                    const std::vector<std::string>& hosts, const std::vector<Served>& requests,
-                    const std::vector<WaitTimes>& all_times, int last) {
+void Recorder::draw(int process_set, const std::vector<int>& ranks, const HostOf& host_of,
+                    const std::vector<Served>& requests, const std::vector<WaitTimes>& all_times,
+                    int last) {
   for (size_t r = 0; r < ranks.size(); ++r) {
-    begin_row(process_set, ranks[r], hosts[r]);
+    begin_row(process_set, ranks[r], host_of(static_cast<int>(r)));
     for (const Served& request : requests) {
       if (request.end < timeline_begun_) continue;
       // After a negotiation several requests run in a row, and ranks report only the sums: then
@@ -217,11 +216,6 @@ void Recorder::end_unless(const Status& status) {
   file_.close();
 }
 
-History::History(std::shared_ptr<Recorder> recorder, int process_set, const Transport& transport)
-    : recorder_(std::move(recorder)), process_set_(process_set), transport_(transport) {
-  for (int r = 0; r < transport.size(); ++r) hosts_.push_back(transport.host(r));
-}
-
 void History::served(const std::string& kind, const std::string& name, uint64_t bytes,
                      Clock::time_point submitted, Clock::time_point start) {
   const Served request{kind,  name,        bytes, std::min(std::max(submitted, free_since_), start),
@@ -236,7 +230,9 @@ void History::served(const std::string& kind, const std::string& name, uint64_t 
 
 void History::agreed(const Agreement& agreement) {
   if (!since_.empty())
-    recorder_->agreed(process_set_, transport_.ranks(), hosts_, since_, agreement);
+    recorder_->agreed(
+        process_set_, transport_.ranks(), [this](int r) { return transport_.host(r); }, since_,
+        agreement);
   past_ = {};
   since_.clear();
 }

@@ -12,6 +12,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -36,6 +37,9 @@ struct Served {
   Clock::time_point start;  // all ranks had agreed on it
   Clock::time_point end;
 };
+
+// The name of the host of a rank (of the set).
+using HostOf = std::function<std::string(int rank)>;
 
 class Recorder {
  public:
@@ -64,7 +68,7 @@ class Recorder {
   void served(const Served& request);
   // The requests that the ranks (of the job) of a process set have served between two agreements,
   // with what the ranks tell of them in the second one.
-  void agreed(int process_set, const std::vector<int>& ranks, const std::vector<std::string>& hosts,
+  void agreed(int process_set, const std::vector<int>& ranks, const HostOf& host_of,
               const std::vector<Served>& requests, const Agreement& agreement);
 
  private:
@@ -79,7 +83,7 @@ class Recorder {
     Clock::time_point begin, end;
   };
 
-  void draw(int process_set, const std::vector<int>& ranks, const std::vector<std::string>& hosts,
+  void draw(int process_set, const std::vector<int>& ranks, const HostOf& host_of,
             const std::vector<Served>& requests, const std::vector<WaitTimes>& all_times, int last);
   void slice(int process_set, int rank, const std::string& title, Span span,
              const std::string& arguments);
@@ -106,7 +110,8 @@ class Recorder {
 // What one engine records; used by its thread only.
 class History {
  public:
-  History(std::shared_ptr<Recorder> recorder, int process_set, const Transport& transport);
+  History(std::shared_ptr<Recorder> recorder, int process_set, const Transport& transport)
+      : recorder_(std::move(recorder)), process_set_(process_set), transport_(transport) {}
 
   // A request ran from `start` until now.
   void served(const std::string& kind, const std::string& name, uint64_t bytes,
@@ -126,7 +131,6 @@ class History {
   const std::shared_ptr<Recorder> recorder_;
   const int process_set_;
   const Transport& transport_;
-  std::vector<std::string> hosts_;
   Clock::time_point free_since_ = Clock::now();
   WaitTimes past_;
   std::vector<Served> since_;  // the last agreement

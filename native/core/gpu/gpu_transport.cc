@@ -126,7 +126,7 @@ std::optional<Agreement> GpuTransport::agree(const Proposal& mine, const Request
   if (sets > 1) marked.flags |= Proposal::several_sets;
   Waiting watching;
   if (waiting) {
-    watching = [&](double seconds, const std::vector<int>& missing) {
+    watching = [&](double seconds, const Missing& missing) {
       const std::string failed = failure();
       return failed.empty() ? waiting(seconds, missing) : failed;
     };
@@ -306,7 +306,7 @@ Pause GpuTransport::pause_with(const Waiting& waiting) {
     }
     std::this_thread::sleep_for(kSleep);
     check_peers();
-    const std::string why = waiting(waited, {});
+    const std::string why = waiting(waited, [] { return std::vector<int>(); });
     if (!why.empty()) fail(why);
   };
 }

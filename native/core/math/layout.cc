@@ -21,13 +21,13 @@ Status lay_out_gathered(Request& request, const std::vector<int64_t>& rows, int 
   const size_t n = request.inputs.size();
   Status status;
   for (size_t i = 0; i < n; ++i) {
-    const Input& input = request.inputs[i];
+    const int64_t row = row_bytes(request.inputs[i]);
     std::vector<int64_t>& bytes = layout->gathered.emplace_back();
-    Shape shape = input.shape;
+    Shape shape = request.inputs[i].shape;
     shape[0] = 0;
     for (int r = 0; r < size; ++r) {
       shape[0] += rows[r * n + i];
-      bytes.push_back(rows[r * n + i] * row_bytes(input));
+      bytes.push_back(rows[r * n + i] * row);
     }
     if (status.ok()) status = request.allocate(i, shape, &request.outputs[i]);
   }
@@ -51,6 +51,7 @@ Status lay_out_exchanged(Request& request, const std::vector<int64_t>& sent,
   Status status;
   for (size_t i = 0; i < n && status.ok(); ++i) {
     const Input& input = request.inputs[2 * i];
+    const int64_t row = row_bytes(input);
     Shape shape = input.shape;
     shape[0] = 0;
     for (int r = 0; r < size; ++r) shape[0] += received[r * n + i];
@@ -61,8 +62,8 @@ Status lay_out_exchanged(Request& request, const std::vector<int64_t>& sent,
     char* out = static_cast<char*>(request.outputs[2 * i]);
     for (int r = 0; r < size; ++r) {
       static_cast<int64_t*>(request.outputs[2 * i + 1])[r] = received[r * n + i];
-      layout->sent.push_back({r, in, sent[r * n + i] * row_bytes(input)});
-      layout->received.push_back({r, out, received[r * n + i] * row_bytes(input)});
+      layout->sent.push_back({r, in, sent[r * n + i] * row});
+      layout->received.push_back({r, out, received[r * n + i] * row});
       in += layout->sent.back().bytes;
       out += layout->received.back().bytes;
     }
@@ -78,8 +79,8 @@ int64_t first_row(int64_t rows, int rank, int size) {
 
 std::vector<int64_t> scattered(const Input& input, int size) {
   std::vector<int64_t> begin;
-  for (int r = 0; r <= size; ++r)
-    begin.push_back(first_row(input.shape[0], r, size) * row_bytes(input));
+  const int64_t row = row_bytes(input);
+  for (int r = 0; r <= size; ++r) begin.push_back(first_row(input.shape[0], r, size) * row);
   return begin;
 }
 

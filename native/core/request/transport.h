@@ -18,10 +18,13 @@
 
 namespace hvd {
 
-// Called periodically while a rank waits for others: with the seconds without progress, and the
-// missing ranks (numbers in the job). If it returns a text, the wait is aborted on all ranks with
-// it.
-using Waiting = std::function<std::string(double seconds, const std::vector<int>& missing)>;
+// The ranks that are missing (numbers in the job). Found only when asked for: that takes as long as
+// there are ranks.
+using Missing = std::function<std::vector<int>()>;
+
+// Called periodically while a rank waits for others, with the seconds without progress. If it
+// returns a text, the wait is aborted on all ranks with it.
+using Waiting = std::function<std::string(double seconds, const Missing& missing)>;
 
 // A rank has aborted the transport, for this reason. The transport cannot be used any more, since
 // messages are still in flight.

@@ -109,7 +109,7 @@ class Script {
 
   bool run(const char* function, int calls, int code, test::Hub& hub, Outcome* outcome) {
     const auto arm = [&] {
-      const Waiting patience = [](double, const std::vector<int>&) { return std::string(); };
+      const Waiting patience = [](double, const Missing&) { return std::string(); };
       hub.exchange(rank_.rank, nullptr, patience);
       if (rank_.rank == 1) begin_fault(function, calls, code);
       hub.exchange(rank_.rank, nullptr, patience);
@@ -263,7 +263,7 @@ int run_case(const Case& one, int calls, int code) {
   Outcome outcomes[test::kGpuRanks];
   bool reached = true;
   test::Hub hub(test::kGpuRanks);
-  const Waiting patience = [](double, const std::vector<int>&) { return std::string(); };
+  const Waiting patience = [](double, const Missing&) { return std::string(); };
   test::on_gpu_ranks(1, settings, [&](GpuRank& rank) {
     auto* const script = new Script(rank, one.when);  // stays: a stream may use its memory
     Outcome& outcome = outcomes[rank.rank];

@@ -45,7 +45,7 @@ void what_is_expected_of_process_sets_ends() {
   std::vector<int> ranks(size);
   std::iota(ranks.begin(), ranks.end(), 0);
   const auto transport = test::new_transport(MPI_COMM_WORLD, ranks);
-  const Waiting patient = [](double, const std::vector<int>&) { return std::string(); };
+  const Waiting patient = [](double, const Missing&) { return std::string(); };
   for (const int more : {0, 1, -1}) {
     expect_process_sets(more);
     const auto flags = transport->agree({}, nullptr, patient)->flags;

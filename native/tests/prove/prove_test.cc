@@ -219,7 +219,7 @@ class NoMpi : public Transport {
 
 struct Rank {
   HostTransport* transport;
-  Waiting waiting = [](double, const std::vector<int>&) { return std::string(); };
+  Waiting waiting = [](double, const Missing&) { return std::string(); };
 
   // Agrees on a sum of float tensors of so many elements and runs it, or broadcasts them.
   void run(const std::vector<int64_t>& sizes, Kind kind = Kind::allreduce, bool wide = false) {

@@ -9,6 +9,8 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "tests/simulate/simulation.h"
@@ -17,22 +19,23 @@ struct SimulatedRequest {
   bool done = false;
   char* data = nullptr;  // of a receive, or the result of a collective
   int64_t bytes = 0;
-  int from = 0, tag = 0;                // of a receive
-  std::vector<int64_t> starts, counts;  // of the parts of a result
+  int from = 0, tag = 0;  // of a receive
 };
 
 namespace hvd::sim {
 
 struct Communicator {
-  std::vector<int> ranks;            // of the job
-  std::map<int, uint64_t> calls;     // by rank of the job
-  std::map<std::string, int> parts;  // communicators made of it
-
-  int rank() const { return rank_of(simulation->process().rank); }
-  int rank_of(int of_job) const {
-    return static_cast<int>(std::find(ranks.begin(), ranks.end(), of_job) - ranks.begin());
+  explicit Communicator(std::vector<int> of_job) : ranks(std::move(of_job)), calls(ranks.size()) {
+    for (int r = 0; r < size(); ++r) numbers.emplace(ranks[r], r);
   }
+  int rank() const { return rank_of(simulation->process().rank); }
+  int rank_of(int of_job) const { return numbers.at(of_job); }
   int size() const { return static_cast<int>(ranks.size()); }
+
+  std::vector<int> ranks;                // of the job
+  std::vector<uint64_t> calls;           // by rank
+  std::unordered_map<int, int> numbers;  // by rank of the job: its rank
+  std::map<std::string, int> parts;      // communicators made of it
 };
 
 std::deque<Communicator>& communicators();

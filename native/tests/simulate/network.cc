@@ -2,6 +2,7 @@
 
 #include <cstring>
 #include <set>
+#include <unordered_map>
 #include <utility>
 
 #include "tests/simulate/mpi_state.h"
@@ -27,24 +28,24 @@ using Shared = std::shared_ptr<Message>;
 
 struct Network {
   Conditions conditions;
-  std::map<std::pair<int, int>, Nanoseconds> last;  // arrival, by sender and receiver
-  std::map<std::pair<int, int>, Nanoseconds> cuts;  // by two hosts
+  vector<std::unordered_map<int, Nanoseconds>> last;  // arrival, by sender and receiver
+  std::map<std::pair<int, int>, Nanoseconds> cuts;    // by two hosts
   struct Box {
     std::deque<MPI_Request> receives;
     std::deque<Shared> messages;  // that nobody has asked for
   };
-  std::map<std::pair<int, int>, Box> boxes;              // by rank and communicator
-  std::map<int, vector<std::function<void()>>> arrived;  // by receiver
-  std::map<int, vector<Shared>> cleared;                 // by sender: the receiver waits
+  vector<std::unordered_map<MPI_Comm, Box>> boxes;  // by rank and communicator
+  vector<vector<std::function<void()>>> arrived;    // by receiver
+  vector<vector<Shared>> cleared;                   // by sender: the receiver waits
   bool aborted = false;
   int late = 0;  // messages
 };
 
 std::unique_ptr<Network> network;
 
-Nanoseconds& cut_between(int host, int other) {
-  const auto found = network->cuts.emplace(std::minmax(host, other), kNever);
-  return found.first->second;
+bool is_cut(int host, int other) {
+  const auto found = network->cuts.find(std::minmax(host, other));
+  return found != network->cuts.end() && simulation->now > found->second;
 }
 
 // When what a rank sends now arrives. Of one sender in order, of several in any.
@@ -54,7 +55,7 @@ Nanoseconds arrival(int from, int to) {
   Nanoseconds time = simulation->now + is.latency / 2 + random.upto(is.latency);
   if (is.most_late > 0 && random.chance(50) && network->late++ < kMostLate)
     time += random.upto(is.most_late);
-  Nanoseconds& last = network->last[{from, to}];
+  Nanoseconds& last = network->last[from][to];
   return last = std::max(last + 1, time);
 }
 
@@ -75,7 +76,7 @@ void match(const Shared& message, MPI_Request request) {
 }
 
 void arrive(const Shared& message) {
-  Network::Box& box = network->boxes[{message->to, message->comm}];
+  Network::Box& box = network->boxes[message->to][message->comm];
   const auto found = std::find_if(box.receives.begin(), box.receives.end(), [&](MPI_Request r) {
     return r->from == message->from && r->tag == message->tag;
   });
@@ -90,8 +91,8 @@ void arrive(const Shared& message) {
 void deliver(int from, int to, std::function<void()> action) {
   simulation->at(arrival(from, to), [from, to, action] {
     Process &sender = simulation->processes[from], &receiver = simulation->processes[to];
-    const bool lost = receiver.dead || simulation->now > sender.heard_until ||
-                      simulation->now > cut_between(sender.host, receiver.host);
+    const bool lost =
+        receiver.dead || simulation->now > sender.heard_until || is_cut(sender.host, receiver.host);
     if (lost) return;
     network->arrived[to].push_back(action);
     simulation->notify(receiver);
@@ -134,12 +135,18 @@ void new_network(const Conditions& conditions) {
   new_memory();
   network = std::make_unique<Network>();
   network->conditions = conditions;
-  Communicator& all = communicators().emplace_back();
-  for (const Process& process : simulation->processes) all.ranks.push_back(process.rank);
+  const size_t ranks = simulation->processes.size();
+  network->last.resize(ranks);
+  network->boxes.resize(ranks);
+  network->arrived.resize(ranks);
+  network->cleared.resize(ranks);
+  vector<int> all;
+  for (const Process& process : simulation->processes) all.push_back(process.rank);
+  communicators().emplace_back(std::move(all));
 }
 
 void cut(int host, int other, bool noticed) {
-  cut_between(host, other) = simulation->now;
+  network->cuts[std::minmax(host, other)] = simulation->now;
   if (!noticed) return;
   for (Process& process : simulation->processes) {
     if (process.host != host && process.host != other) continue;
@@ -209,7 +216,7 @@ int MPI_Irecv(void* data, int n, MPI_Datatype type, int from, int tag, MPI_Comm 
   new_request(request, data, n * bytes_of(type));
   (*request)->from = communicators()[c].ranks[from];
   (*request)->tag = tag;
-  Network::Box& box = network->boxes[{simulation->process().rank, c}];
+  Network::Box& box = network->boxes[simulation->process().rank][c];
   const auto found = std::find_if(box.messages.begin(), box.messages.end(), [&](const Shared& m) {
     return m->from == (*request)->from && m->tag == tag;
   });
@@ -225,7 +232,7 @@ int MPI_Irecv(void* data, int n, MPI_Datatype type, int from, int tag, MPI_Comm 
 
 int MPI_Iprobe(int, int, MPI_Comm c, int* found, MPI_Status* status) {
   const int code = enter();
-  const auto& waiting = network->boxes[{simulation->process().rank, c}].messages;
+  const auto& waiting = network->boxes[simulation->process().rank][c].messages;
   *found = !waiting.empty();
   if (*found) {
     const Message& first = *waiting.front();

@@ -22,9 +22,12 @@ struct Operation {
   int root = -1;
   MPI_Datatype type = 0;
   MPI_Op op = 0;
-  vector<std::unique_ptr<vector<char>>> sent;  // by rank of the communicator
-  vector<MPI_Request> requests;
-  vector<int> arrived;  // contributions
+  vector<int> counts = {};         // of what each rank sends; empty: equally many
+  int64_t bytes = 0;               // of what the first rank to begin sends
+  vector<vector<char>> sent = {};  // by rank of the communicator
+  vector<MPI_Request> requests = {};
+  vector<int> arrived = {};  // contributions
+  vector<char> result = {};  // of all, if it has no root
   int begun = 0, over = 0;
 };
 
@@ -57,24 +60,32 @@ void combine(const Operation& of, const char* in, char* inout, int64_t bytes) {
   }
 }
 
+// What all ranks get of an allreduce or allgather.
+vector<char> of_all(const Operation& operation) {
+  vector<char> result = operation.sent[0];
+  for (size_t r = 1; r < operation.sent.size(); ++r) {
+    const vector<char>& more = operation.sent[r];
+    if (operation.kind == "allreduce")
+      combine(operation, more.data(), result.data(), static_cast<int64_t>(result.size()));
+    else
+      result.insert(result.end(), more.begin(), more.end());
+  }
+  return result;
+}
+
 // All that rank r of the communicator needs has come.
 void finish(Communicator& comm, uint64_t number, int r) {
   Operation& operation = state().operations[{&comm, number}];
   const MPI_Request request = operation.requests[r];
-  if (operation.kind == "allreduce") {
-    std::memcpy(request->data, operation.sent[0]->data(), request->bytes);
-    for (int other = 1; other < comm.size(); ++other)
-      combine(operation, operation.sent[other]->data(), request->data, request->bytes);
+  if (operation.kind == "alltoall") {
+    const int64_t each = request->bytes;
+    for (int other = 0; other < comm.size(); ++other)
+      std::copy_n(operation.sent[other].data() + r * each, each, request->data + other * each);
   } else {
-    for (int other = 0; other < comm.size(); ++other) {
-      if (operation.kind == "bcast" && (other != operation.root || other == r)) continue;
-      const int64_t bytes = operation.kind == "bcast" ? request->bytes : request->counts[other];
-      const int64_t from = operation.kind == "alltoall" ? r * bytes : 0;
-      if (static_cast<int64_t>(operation.sent[other]->size()) < from + bytes)
-        return simulation->violate(operation.kind + " of different sizes");
-      std::copy_n(operation.sent[other]->data() + from, bytes,
-                  request->data + (operation.kind == "bcast" ? 0 : request->starts[other]));
-    }
+    const bool has_root = operation.root >= 0;
+    if (!has_root && operation.over == 0) operation.result = of_all(operation);
+    const vector<char>& result = has_root ? operation.sent[operation.root] : operation.result;
+    if (r != operation.root) std::copy(result.begin(), result.end(), request->data);
   }
   request->done = true;
   if (++operation.over == comm.size()) state().operations.erase({&comm, number});
@@ -84,18 +95,22 @@ int start(MPI_Comm c, Operation begun, const void* in, int64_t bytes, MPI_Reques
   const int code = enter();
   Communicator& comm = communicators()[c];
   const int rank = comm.rank(), size = comm.size();
-  const uint64_t number = comm.calls[comm.ranks[rank]]++;
+  const uint64_t number = comm.calls[rank]++;
   Operation& operation = state().operations[{&comm, number}];
   if (operation.sent.empty()) {
     operation = std::move(begun);
     operation.sent.resize(size);
     operation.requests.resize(size);
     operation.arrived.resize(size);
+    operation.bytes = bytes;
   } else if (operation.kind != begun.kind || operation.root != begun.root) {
     simulation->violate(begun.kind + " where another rank calls " + operation.kind);
+  } else if (operation.counts != begun.counts ||
+             (begun.counts.empty() && operation.bytes != bytes)) {
+    simulation->violate(begun.kind + " of different sizes");
   }
   const char* const data = static_cast<const char*>(in == MPI_IN_PLACE ? request->data : in);
-  operation.sent[rank] = std::make_unique<vector<char>>(data, data + bytes);
+  operation.sent[rank].assign(data, data + bytes);
   operation.requests[rank] = request;
   ++operation.begun;
   int steps = 0;
@@ -163,7 +178,7 @@ int MPI_Comm_split(MPI_Comm c, int color, int key, MPI_Comm* part) {
   Communicator& comm = communicators()[c];
   const int mine[2] = {color, key};
   vector<int> all(2 * comm.size());
-  const uint64_t number = comm.calls[simulation->process().rank];
+  const uint64_t number = comm.calls[comm.rank()];
   MPI_Allgather(mine, 2, MPI_INT, all.data(), 2, MPI_INT, c);
   *part = MPI_COMM_NULL;
   if (color == MPI_UNDEFINED) return MPI_SUCCESS;
@@ -175,8 +190,9 @@ int MPI_Comm_split(MPI_Comm c, int color, int key, MPI_Comm* part) {
   for (int r = 0; r < comm.size(); ++r)
     if (all[2 * r] == color) members.emplace_back(all[2 * r + 1], comm.ranks[r]);
   std::sort(members.begin(), members.end());
-  Communicator& some = communicators().emplace_back();
-  for (const auto& member : members) some.ranks.push_back(member.second);
+  vector<int> ranks;
+  for (const auto& member : members) ranks.push_back(member.second);
+  communicators().emplace_back(std::move(ranks));
   return MPI_SUCCESS;
 }
 
@@ -209,51 +225,35 @@ int MPI_Op_free(MPI_Op*) { return MPI_SUCCESS; }
 int MPI_Iallreduce(const void* in, void* out, int n, MPI_Datatype type, MPI_Op op, MPI_Comm c,
                    MPI_Request* request) {
   const int64_t bytes = n * bytes_of(type);
-  return start(c, {"allreduce", -1, type, op, {}, {}, {}}, in, bytes,
-               new_request(request, out, bytes));
+  return start(c, {"allreduce", -1, type, op}, in, bytes, new_request(request, out));
 }
 
 int MPI_Iallgatherv(const void* in, int n, MPI_Datatype type, void* out, const int* counts,
                     const int* starts, MPI_Datatype, MPI_Comm c, MPI_Request* request) {
-  const MPI_Request made = new_request(request, out);
-  const int size = communicators()[c].size();
-  for (int r = 0; r < size; ++r) {
-    made->counts.push_back(counts[r] * bytes_of(type));
-    made->starts.push_back(starts[r] * bytes_of(type));
-  }
-  return start(c, {"allgather", -1, type, 0, {}, {}, {}}, in, n * bytes_of(type), made);
+  const Communicator& comm = communicators()[c];
+  int all = 0;
+  for (int r = 0; r < comm.size(); all += counts[r++])
+    if (starts[r] != all) simulation->violate("an allgather with gaps");
+  if (n != counts[comm.rank()]) simulation->violate("an allgather of different sizes");
+  return start(c, {"allgather", -1, type, 0, {counts, counts + comm.size()}}, in,
+               n * bytes_of(type), new_request(request, out));
 }
-
-namespace {
-
-void equal_parts(MPI_Request request, int64_t bytes, int size) {
-  for (int r = 0; r < size; ++r) {
-    request->counts.push_back(bytes);
-    request->starts.push_back(r * bytes);
-  }
-}
-
-}  // namespace
 
 int MPI_Iallgather(const void* in, int n, MPI_Datatype type, void* out, int, MPI_Datatype,
                    MPI_Comm c, MPI_Request* request) {
-  const int64_t bytes = n * bytes_of(type);
-  equal_parts(new_request(request, out), bytes, communicators()[c].size());
-  return start(c, {"allgather", -1, type, 0, {}, {}, {}}, in, bytes, *request);
+  return start(c, {"allgather", -1, type, 0}, in, n * bytes_of(type), new_request(request, out));
 }
 
 int MPI_Ialltoall(const void* in, int n, MPI_Datatype type, void* out, int, MPI_Datatype,
                   MPI_Comm c, MPI_Request* request) {
   const int64_t bytes = n * bytes_of(type);
-  const int size = communicators()[c].size();
-  equal_parts(new_request(request, out), bytes, size);
-  return start(c, {"alltoall", -1, type, 0, {}, {}, {}}, in, bytes * size, *request);
+  return start(c, {"alltoall", -1, type, 0}, in, bytes * communicators()[c].size(),
+               new_request(request, out, bytes));
 }
 
 int MPI_Ibcast(void* data, int n, MPI_Datatype type, int root, MPI_Comm c, MPI_Request* request) {
   const int64_t bytes = n * bytes_of(type);
-  return start(c, {"bcast", root, type, 0, {}, {}, {}}, data, bytes,
-               new_request(request, data, bytes));
+  return start(c, {"bcast", root, type, 0}, data, bytes, new_request(request, data));
 }
 
 int MPI_Allreduce(const void* in, void* out, int n, MPI_Datatype type, MPI_Op op, MPI_Comm c) {

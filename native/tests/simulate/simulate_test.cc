@@ -132,7 +132,7 @@ int main(int argc, char** argv) {
     return i < argc ? std::strtoull(argv[i], nullptr, 10) : otherwise;
   };
   if (argc > 1 && std::string(argv[1]) == "count")
-    return hvd::sim::count_all(static_cast<int>(number(2, 512))) ? 0 : 1;
+    return hvd::sim::count_all(static_cast<int>(number(2, 10000))) ? 0 : 1;
   if (argc < 3) {
     const std::string violation = hvd::sim::run(number(1, 0), true, nullptr);
     std::printf("%s\n", violation.empty() ? "ok" : violation.c_str());

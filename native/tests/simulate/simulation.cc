@@ -50,14 +50,14 @@ Simulation::~Simulation() {
   simulation = nullptr;
 }
 
-void Simulation::push(Nanoseconds time, Fiber* fiber, uint64_t ticket) {
-  heap_.push_back({std::max(time, now), order_++, fiber, ticket});
+void Simulation::push(Nanoseconds time, Fiber* fiber, uint64_t ticket,
+                      std::unique_ptr<std::function<void()>> action) {
+  heap_.push_back({std::max(time, now), order_++, fiber, ticket, std::move(action)});
   std::push_heap(heap_.begin(), heap_.end());
 }
 
 void Simulation::at(Nanoseconds time, std::function<void()> action) {
-  actions_.emplace(order_, std::move(action));
-  push(time, nullptr, 0);
+  push(time, nullptr, 0, std::make_unique<std::function<void()>>(std::move(action)));
 }
 
 Fiber* Simulation::start(Process& process, std::function<void()> body) {
@@ -113,13 +113,12 @@ void Simulation::suspend() {
 void Simulation::run(Nanoseconds limit) {
   while (!heap_.empty() && violation.empty()) {
     std::pop_heap(heap_.begin(), heap_.end());
-    const Event event = heap_.back();
+    const Event event = std::move(heap_.back());
     heap_.pop_back();
     now = std::max(now, event.time);
     if (now > limit) return violate("the job has not ended");
-    if (!event.fiber) {
-      const auto action = actions_.extract(event.order);
-      action.mapped()();
+    if (event.action) {
+      (*event.action)();
       continue;
     }
     const Process& process = *event.fiber->process;

@@ -102,11 +102,13 @@ class Simulation {
     uint64_t order;
     Fiber* fiber;
     uint64_t ticket;
+    std::unique_ptr<std::function<void()>> action;  // without a fiber
     bool operator<(const Event& other) const {
       return std::pair(time, order) > std::pair(other.time, other.order);
     }
   };
-  void push(Nanoseconds time, Fiber* fiber, uint64_t ticket);
+  void push(Nanoseconds time, Fiber* fiber, uint64_t ticket,
+            std::unique_ptr<std::function<void()>> action = nullptr);
   void resume(Fiber* fiber);
   void suspend();
   static void enter();
@@ -114,7 +116,6 @@ class Simulation {
   const bool shows_;
   uint64_t hash_ = 0xcbf29ce484222325ULL, events_ = 0, order_ = 0;
   std::vector<Event> heap_;
-  std::map<uint64_t, std::function<void()>> actions_;  // by order
   std::vector<std::unique_ptr<Fiber>> fibers_;
   Fiber* current_ = nullptr;
   jmp_buf scheduler_;

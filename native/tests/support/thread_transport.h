@@ -52,17 +52,18 @@ class Hub {
     }
     while (round_ == round && why_lost_.empty()) {
       changed_.wait_for(lock, std::chrono::milliseconds(1));
-      std::vector<int> missing;
-      for (int r = 0; r < size_; ++r) {
-        if (std::find(here_.begin(), here_.end(), r) == here_.end()) missing.push_back(r);
-      }
       const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
       if (round_ != round || !why_lost_.empty()) break;
       if (waited.count() >= limit) {
         waits_[rank] = true;
         return {};
       }
-      why_lost_ = waiting(waited.count(), missing);
+      why_lost_ = waiting(waited.count(), [this] {
+        std::vector<int> missing;
+        for (int r = 0; r < size_; ++r)
+          if (std::find(here_.begin(), here_.end(), r) == here_.end()) missing.push_back(r);
+        return missing;
+      });
     }
     if (round_ == round) {
       changed_.notify_all();
@@ -121,7 +122,7 @@ class ThreadTransport : public Transport {
     }
     if (next.kind != Kind::allreduce) return {};
     sent_ = {mine, copies(next)};
-    const Waiting nothing = [](double, const std::vector<int>&) { return std::string(); };
+    const Waiting nothing = [](double, const Missing&) { return std::string(); };
     try {
       std::vector<Sent> all = of_all(sent_, nothing, hub_->patience);
       proposed_ = all.empty();
