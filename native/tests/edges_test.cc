@@ -18,7 +18,15 @@
 
 namespace {
 std::atomic<int> interruptions{0};
+int broadcasts = 0;
 }  // namespace
+
+// In place of MPI's, which it calls.
+extern "C" int MPI_Ibcast(void* data, int n, MPI_Datatype type, int root, MPI_Comm communicator,
+                          MPI_Request* request) {
+  ++broadcasts;
+  return PMPI_Ibcast(data, n, type, root, communicator, request);
+}
 
 // In place of glibc's, whose calls of the kernel signals interrupt.
 extern "C" int posix_fallocate(int file, off_t offset, off_t bytes) {
@@ -113,7 +121,34 @@ void signals_do_not_take_memory_away() {
   interruptions = 3;
   CHECK(memory.commit());
   CHECK_EQ(interruptions.load(), 0);
-  memory.barrier([](double, const std::vector<int>&) { return std::string(); });
+  memory.barrier([](double, const Missing&) { return std::string(); });
+}
+
+// What an abort leaves under way uses memory that is no longer valid, so MPI must not work for the
+// process's other sets either, not even once.
+void after_an_abort_no_set_calls_mpi() {
+  std::vector<int> ranks(size);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  // For ever: with messages under way.
+  static auto* const aborted = new MpiTransport(MPI_COMM_WORLD, ranks);
+  static auto* const other = new MpiTransport(MPI_COMM_WORLD, ranks);
+  test::Call call(Kind::broadcast, "later");
+  call.add(DType::float32, {4});
+  call.request.outputs.push_back(const_cast<void*>(call.request.inputs[0].data));
+  const Waiting patient = [](double, const Missing&) { return std::string(); };
+  CHECK(other->run(call.request, patient).ok());
+  CHECK_EQ(broadcasts, 1);
+  const auto aborts = [](const auto& does) {
+    try {
+      does();
+    } catch (const Aborted& why) {
+      return std::string(why.what());
+    }
+    return std::string();
+  };
+  CHECK_EQ(aborts([&] { aborted->abort("over"); }), "over");
+  CHECK_EQ(aborts([&] { (void)other->run(call.request, patient); }), "over");
+  CHECK_EQ(broadcasts, 1);
 }
 
 }  // namespace
@@ -128,5 +163,7 @@ int main(int argc, char** argv) {
           {"engines have a name and take no signals", engines_have_a_name_and_take_no_signals},
           {"sums do not depend on the threads' modes", sums_do_not_depend_on_the_threads_modes},
           {"signals do not take memory away", signals_do_not_take_memory_away},
+          // Last: it is for ever.
+          {"after an abort no set calls MPI", after_an_abort_no_set_calls_mpi},
       });
 }

@@ -31,7 +31,7 @@ MUTANTS = (
     (f"{ENGINE}/texts.cc", "if (waiting.count > 0)", "if (false)"),
     (f"{ENGINE}/ends.cc", "left_over.swap(queue_);", ""),
     (f"{CPU}/mpi_wait.cc", "check();  // after the sleep", "// after the sleep"),
-    # The 27th, mpi_wait.cc without the check for an abort before a step, is not noticed.
+    # mpi_wait.cc without the check for an abort before a step: edges_test notices that.
     (
         f"{CPU}/mpi_wait.cc",
         "if (!notice.complete()) return false;",
