@@ -32,11 +32,8 @@ def extended(other: Extension) -> Extension:
             return
         if getattr(given, "horovod", False):
             raise UsageError("got --auto and --horovod; expected one of them")
-        words = given.command[1:] if given.command[:1] == ["--"] else given.command
-        words = ["-m", *given.module] if given.module else words
-        if words:
-            command = command_check.resolve(words)
-            given.module, given.command = None, _inside(command, given.scale_batch)
+        if given.command:
+            given.command = _inside(command_check.resolve(given.command), given.scale_batch)
         given.uses_hvd_keras = True
         # Sets of texts have the same order on all ranks.
         given.settings = {"PYTHONHASHSEED": environment.get("PYTHONHASHSEED", "0")} | given.settings

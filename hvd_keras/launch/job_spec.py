@@ -53,9 +53,7 @@ class JobSpec:
 
 def build(given: argparse.Namespace) -> JobSpec:
     """Build the job from the options. Raises UsageError."""
-    words = given.command[1:] if given.command[:1] == ["--"] else given.command
-    if given.module:
-        words = ["-m", *given.module]
+    words = given.command
     if given.check:
         if words:
             raise UsageError(f"--check got {' '.join(words)!r}; expected no command")

@@ -273,6 +273,10 @@ def parse(arguments: Sequence[str] | None, extension: Extension) -> argparse.Nam
         names = [flag for flag, action in flags if action.help != argparse.SUPPRESS]
         print(_COMPLETION.format(options=" ".join(names)), end="")
         parser.exit()
+    if given.module:
+        given.command = ["-m", *given.module]
+    elif given.command[:1] == ["--"]:
+        del given.command[0]
     given.settings = dict(given.settings)
     extension.complete(given, os.environ)
     given.max_restarts = given.max_restarts or 0
