@@ -25,7 +25,7 @@ from typing import IO
 from hvd_keras.agents.link import Link
 from hvd_keras.launch.onhost.channel import PIECE, ProtocolError
 from hvd_keras.launch.onhost.limits import DRAIN, GRACE
-from hvd_keras.launch.onhost.rsh_agent import DAEMON
+from hvd_keras.launch.onhost.process import JOB
 from hvd_keras.launch.onhost.sweep import OWNER, STEP, processes, sweep
 
 # With this after the run's name in their mark, processes are hvdrun and what it has started on its
@@ -64,7 +64,7 @@ def _serve(connection: socket.socket, secret: str, run: str, jobs: set[str]) -> 
             return
         if (message := link.receive()) is None:
             return
-        jobs.update(re.findall(f"{DAEMON}=([0-9a-f]+)", message["run"]))
+        jobs.update(re.findall(f"{JOB}=([0-9a-f]+)", message["run"]))
         process = subprocess.Popen(
             ["/bin/sh", "-c", message["run"]],
             stdin=subprocess.PIPE,

@@ -9,9 +9,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-# The daemons' own mark; ranks get theirs from mpirun.
-DAEMON = "HVDRUN_DAEMON_OF"
-
 # The options of ssh that take a value, which may be the next word.
 WITH_VALUE = {f"-{letter}" for letter in "BbcDEeFIiJLlmOoPpQRSWw"}
 
@@ -28,7 +25,7 @@ def ssh_command(mode: str, job: str, ssh: Sequence[str], arguments: Sequence[str
     prepare = f't=${{TMPDIR:-/tmp}}; d=$t/hvdrun-{job}; mkdir -p "$t"; '
     # What another user has made there first is refused.
     prepare += 'mkdir -m 700 "$d" || { [ -O "$d" ] && [ ! -L "$d" ]; } || exit; '
-    run = f'env {DAEMON}={job} TMPDIR="$d" "${{SHELL:-/bin/sh}}" -c "$0"'
+    run = f'env HVDRUN_JOB={job} TMPDIR="$d" "${{SHELL:-/bin/sh}}" -c "$0"'
     if mode == "cleans":
         prepare += f'{run}; status=$?; rm -rf "$d" /dev/shm/hvdrun-{job}; exit $status'
     else:

@@ -1,8 +1,8 @@
 """Clean-up script, piped to Python on each host: kills leftover processes, deletes leftover files.
 
 Arguments: seconds between the request to end and the kill, and the jobs' numbers. What belongs to a
-job has its number in the environment, the daemons under another name (see `rsh_agent.py`). The
-script prints one line: a mark, and the processes that could not be killed.
+job has its number in the environment. The script prints one line: a mark, and the processes that
+could not be killed.
 """
 
 import contextlib
@@ -35,8 +35,7 @@ STEP = 0.05
 
 def processes(jobs: "list[str]") -> "list[int]":
     """Return the jobs' processes of this user, except this one and zombies."""
-    names = ("HVDRUN_JOB", "HVDRUN_DAEMON_OF", OWNER)
-    marks = {f"{name}={job}".encode() for name in names for job in jobs}
+    marks = {f"{name}={job}".encode() for name in ("HVDRUN_JOB", OWNER) for job in jobs}
     found = []
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():

@@ -127,14 +127,12 @@ def fork(
     # MPICH's ranks talk to mpirun through a descriptor that they inherit.
     there = [n for n in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{n}")]
     inherited = [n for n in map(int, there) if n > 2 and os.get_inheritable(n)]
-    message = {
+    rank = {
         "descriptors": [0, 1, 2, *inherited],
-        "directory": order["directory"],
         "environment": dict(environment),
-        "open_files": order["open_files"],
         "cores": list(os.sched_getaffinity(0)),
     }
-    data = json.dumps(message).encode()
+    data = json.dumps({**order, **rank}).encode()
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(SERVER_ANSWER)
     try:

@@ -31,7 +31,6 @@ from .channel import PIECE, Connection, ProtocolError, silence
 from .cores import usable_cores
 from .limits import ALIVE_CHECKS, GRACE, SILENCE, SUSPICION, WORKER_CHECK
 from .process import FORWARDED, JOB, ask_to_end, prepare, private_folder
-from .rsh_agent import DAEMON
 from .sweep import OWNER
 
 # Environment variables through which hvdrun reaches its workers.
@@ -238,7 +237,7 @@ class Worker:
     def _start(self, order: dict[str, Any]) -> subprocess.Popen[bytes] | warm.Child:
         """Start what `run_job` describes."""
         private_folder(Path(memory_folder(os.environ[JOB])))
-        own = {k: v for k, v in os.environ.items() if k not in (SECRET, ADDRESSES, DAEMON)}
+        own = {k: v for k, v in os.environ.items() if k not in (SECRET, ADDRESSES)}
         # Not the job's folder itself, which holds our files.
         own["TMPDIR"] = str(private_folder(_folder_path() / "tmp"))
         own[TELL] = str(self._folder / "tell")
@@ -355,17 +354,15 @@ class Worker:
         command = [sys.executable, "-I", "-S", str(SWEEP), str(GRACE), os.environ[JOB]]
         if server := self._order.get("server"):
             command.append(server)
-        environment = {k: v for k, v in os.environ.items() if k not in (JOB, DAEMON, OWNER)}
+        environment = {k: v for k, v in os.environ.items() if k not in (JOB, OWNER)}
         folder = _folder_path()
         environment["TMPDIR"] = str(folder.parent)
-        locks = []
-        with contextlib.suppress(FileNotFoundError):
-            locks.append(os.open(folder, os.O_RDONLY))
-            try:
-                fcntl.flock(locks[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:  # another rank's is at work
-                return
-        subprocess.Popen(command, env=environment, start_new_session=True, pass_fds=locks)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                (folder / "sweep").mkdir()
+        except FileExistsError:  # another rank's is at work, and removes the folder at its end
+            return
+        subprocess.Popen(command, env=environment, start_new_session=True)
 
     def _stop(self, number: signal.Signals, grace: float) -> None:
         """Ask the command to end, unless it has ended; later, kill it."""
