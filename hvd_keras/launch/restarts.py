@@ -15,7 +15,7 @@ from hvd_keras.launch import errors, options
 from hvd_keras.launch.errors import UsageError, say, say_once
 from hvd_keras.launch.follow.outcome import Verdict
 from hvd_keras.launch.follow.output import Output
-from hvd_keras.launch.follow.supervise import Signals, cancel
+from hvd_keras.launch.follow.supervise import Signals, cancel, wait_for
 from hvd_keras.launch.job_spec import JobSpec
 from hvd_keras.launch.onhost import limits
 from hvd_keras.launch.plan import Placement
@@ -41,7 +41,7 @@ async def run(spec: JobSpec) -> Verdict:
             left = None if spec.is_local else spec.served - spec.lost
             await all_hosts.sweep_hosts(left, spec.reach, [spec.server], 0.0)
         while signals.patient() and not output.empty:
-            await signals.wait(limits.SLOW_READER_CHECK)
+            await wait_for(signals.changed, limits.SLOW_READER_CHECK)
         errors.voice = None
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import os
 import secrets
 import signal
@@ -15,11 +14,11 @@ from typing import Any
 
 from hvd_keras import postmortem
 from hvd_keras.launch.errors import STARTED, refusing, say
-from hvd_keras.launch.follow.outcome import Verdict, describe_apart, judge, time_to_end
+from hvd_keras.launch.follow.outcome import Verdict, judge, time_to_end
 from hvd_keras.launch.follow.output import Output
 from hvd_keras.launch.follow.ranks import Ranks
 from hvd_keras.launch.follow.statistics import table
-from hvd_keras.launch.follow.supervise import OPEN_FILES, Signals, job_directory
+from hvd_keras.launch.follow.supervise import OPEN_FILES, Signals, job_directory, wait_for
 from hvd_keras.launch.job_spec import JobSpec
 from hvd_keras.launch.onhost import limits
 from hvd_keras.launch.onhost.channel import new_secret
@@ -227,7 +226,7 @@ class Job:
         while not condition() and (left := limit - time.monotonic()) > 0:
             if self._signals.hurry:
                 return
-            await self._signals.wait(min(left, limits.CHECK))
+            await wait_for(self._signals.changed, min(left, limits.CHECK))
 
     def _has_ended(self) -> bool:
         return self._mpirun.poll() is not None
@@ -266,16 +265,13 @@ class Job:
             cause = f"cannot write the ranks' output: {error.strerror}; the job was ended"
             verdict = Verdict(1, [cause])
         else:
-            size, mpirun_status = self._ranks.size, self._mpirun.returncode
+            mpirun_status = self._mpirun.returncode
             was_killed = mpirun_status < 0 and not self._stopping
             if was_killed:  # its daemons died of that
                 for report in reports.values():
                     report.orphaned = float("inf")
-            verdict = dataclasses.replace(
-                judge(reports, size, mpirun_status, lost, was_killed=was_killed),
-                apart=describe_apart(reports, size),
-                asked=any(report.marks for report in reports.values()),
-            )
+            size = self._ranks.size
+            verdict = judge(reports, size, mpirun_status, lost, was_killed=was_killed)
             if self._ranks.problem:
                 lines = [self._ranks.problem, *verdict.lines[1:]]
                 verdict = Verdict(1, lines, explained=False)

@@ -1,6 +1,7 @@
 """`hvdrun --metrics`: what the ranks tell, for Prometheus."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from hvd_keras.launch.errors import UsageError, refusing
@@ -32,17 +33,17 @@ COLLECTIVES = (
 )
 
 
+@dataclass(eq=False)  # prometheus_client keeps it in a dict
 class Collector:
     """The metrics, made when they are asked for (in a thread of the server)."""
 
-    def __init__(self, statistics: Statistics) -> None:
-        self._statistics = statistics
+    statistics: Statistics
 
     def collect(self) -> Iterator[Any]:
         """From prometheus_client."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        statistics = self._statistics
+        statistics = self.statistics
         past = {rank: [*own] for rank, own in statistics.past.items()}
         latest = {rank: own[-1] for rank, own in past.items()}
         yield GaugeMetricFamily("hvd_ranks", "Ranks of the job.", value=statistics.size)

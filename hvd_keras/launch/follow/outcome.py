@@ -145,16 +145,15 @@ def judge(
     ranks may lose their connections because of that. If one of `lost_hosts`, which could
     not be reached at the end, was silent before, failures of other ranks are consequences.
     """
-    if len(reports) == size and all(
-        # A script that was asked to end may save its work and exit with 0; it has not finished.
-        report.status == 0 and not report.stopped
-        for report in reports.values()
-    ):
-        return Verdict(0, [])
+    apart, asked = describe_apart(reports, size), any(report.marks for report in reports.values())
+    # A script that was asked to end may save its work and exit with 0; it has not finished.
+    early = [rank for rank in _ended(reports) if reports[rank].status == 0]
+    if len(early) == size:
+        return Verdict(0, [], apart=apart, asked=asked)
 
     def verdict(status: int, cause: str, **more: Any) -> Verdict:
         others = _describe_others(reports, size, more.get("culprit"))
-        return Verdict(status, [cause, *others], **more)
+        return Verdict(status, [cause, *others], apart=apart, asked=asked, **more)
 
     culprit = first_failure(reports)
     # A rank that has reported its failure comes before a host that only the clean-up has missed.
@@ -191,7 +190,7 @@ def judge(
             how += " (out of memory? see dmesg)"
         cause = f"{names([culprit], [report.host])} failed first: {how}"
         return verdict(_shell_status(status), cause, culprit=culprit)
-    if early := [rank for rank in _ended(reports) if reports[rank].status == 0]:
+    if early:
         return verdict(1, f"{names(early)} exited (status 0) while the others were still running")
     followers = {rank: reports[rank].status for rank in _ended(reports) if reports[rank].follows}
     if waited := [rank for rank, status in followers.items() if status == WAITED_IN_VAIN]:
@@ -202,9 +201,9 @@ def judge(
     if lost and not was_killed:
         cause = f"{names(lost)} lost the connection to another rank"
         return verdict(MPI_LOST, cause, explained=False)
-    asked = [rank for rank, report in reports.items() if report.stopped and report.by_signal]
-    if asked and len(asked) < size:
-        cause = f"{names(asked)} failed first: a signal that hvdrun did not send asked it to end"
+    hit = [rank for rank, report in reports.items() if report.stopped and report.by_signal]
+    if hit and len(hit) < size:
+        cause = f"{names(hit)} failed first: a signal that hvdrun did not send asked it to end"
         return verdict(128 + signal.SIGTERM, cause)
     cause = f"the job did not complete; mpirun ended with {_describe_status(mpirun_status)}"
     return verdict(_shell_status(mpirun_status) or 1, cause, explained=False)
@@ -270,10 +269,8 @@ def _describe_others(reports: dict[int, Report], size: int, culprit: int | None)
 def _describe_status(status: int) -> str:
     if status >= 0:
         return f"exit status {status}"
-    try:
-        return f"killed by {signal.Signals(-status).name}"
-    except ValueError:  # a real-time signal has a number only
-        return f"killed by signal {-status}"
+    named = (number.name for number in signal.Signals if number == -status)
+    return f"killed by {next(named, f'signal {-status}')}"  # real-time ones have no names
 
 
 def _shell_status(status: int) -> int:

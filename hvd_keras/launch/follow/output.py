@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvd_keras.launch.errors import refusing, say
+from hvd_keras.launch.errors import refusing, say, say_once
 from hvd_keras.launch.onhost.limits import PARTIAL_LINE_DELAY
 
 TAIL_LIMIT = 1 << 16  # bytes of a rank's last errors that are kept, to tell why it failed
@@ -48,7 +48,7 @@ class Destination:
         self.unfinished: Stream | None = None  # whose line is unfinished there
         self.waiting = 0  # bytes that are not yet written
         self.error: OSError | None = None  # why nothing can be written
-        self.full: OSError | None = None  # why something was dropped
+
         self._changed = changed
         self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -76,7 +76,7 @@ class Destination:
         if error is not None and error.errno not in FULL:
             self.error, self.waiting = error, 0
         elif error is not None:
-            self.full = error
+            say_once(f"cannot write the ranks' output: {error.strerror}; a part is lost")
         self._changed()
 
 
@@ -201,9 +201,9 @@ class Output:
         patient: Callable[[], bool],
     ) -> None:
         self._drops_notices = not verbose and os.environ.get("TF_CPP_MIN_LOG_LEVEL") != "0"
-        self._room = asyncio.Event()
+        self.room = asyncio.Event()  # the reader has read something
         self._failed, self._patient = changed, patient
-        self._has_told = False  # that the disk is full
+
         self._out = Destination(1, self._note)
         self._err = self._out if os.path.sameopenfile(1, 2) else Destination(2, self._note)
         self._prefix = prefix
@@ -245,18 +245,10 @@ class Output:
         return self._patient() and max(self._out.waiting, self._err.waiting) > WAITING_LIMIT
 
     def _note(self) -> None:
-        self._room.set()
-        if self._out.full is not None and not self._has_told:
-            self._has_told = True
-            say(f"cannot write the ranks' output: {self._out.full.strerror}; a part is lost")
+        self.room.set()
+
         if self.error is not None:
             self._failed()
-
-    async def wait_for_room(self, seconds: float) -> None:
-        """Wait until the reader has read something, at most so long."""
-        self._room.clear()
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._room.wait(), seconds)
 
     @property
     def empty(self) -> bool:

@@ -20,6 +20,7 @@ from hvd_keras.launch.errors import refusing
 from hvd_keras.launch.follow.outcome import Report, names
 from hvd_keras.launch.follow.output import Output
 from hvd_keras.launch.follow.statistics import Statistics
+from hvd_keras.launch.follow.supervise import wait_for
 from hvd_keras.launch.onhost import channel, limits
 from hvd_keras.launch.onhost.channel import PIECE, Connection, ProtocolError, silence
 from hvd_keras.launch.onhost.cores import thread_settings
@@ -28,7 +29,6 @@ from hvd_keras.launch.onhost.worker import FUNCTION, RESULT
 # How many connections may be open that have not proved to belong to the job; further ones wait to
 # be accepted.
 UNPROVEN = 64
-
 
 SOCKET = "socket"  # in the job's directory, for a job on this host
 
@@ -43,16 +43,6 @@ class _Peer(Connection):
     def end(self, why: str = "") -> None:
         self.why = why
         super().end()
-
-
-def _listen_in(directory: Path) -> socket.socket:
-    """Listen on a Unix socket in a folder, whose path may be longer than a socket's address."""
-    listener, advice = socket.socket(socket.AF_UNIX), "; set TMPDIR to one on another file system"
-    message = f"cannot make a socket in {directory}"
-    with refusing(message, advice), channel.in_folder(directory) as folder:
-        listener.bind(f"{folder}/{SOCKET}")
-    listener.listen(socket.SOMAXCONN)
-    return listener
 
 
 @dataclass
@@ -70,7 +60,6 @@ class Ranks:
     start_timeout: float  # seconds
     directory: Path
     names: Mapping[str, str]  # the user's names of the hosts, by their own
-
     output: Output
     statistics: Statistics  # takes what the ranks tell of themselves
     changed: Callable[[], None]  # is called when something happens that may end the job
@@ -82,7 +71,13 @@ class Ranks:
     def __post_init__(self) -> None:
         self._listeners = [socket.create_server((address, 0)) for address in self.listen_at]
         if not self.listen_at:
-            self._listeners.append(_listen_in(self.directory))
+            listener = socket.socket(socket.AF_UNIX)
+            message = f"cannot make a socket in {self.directory}"
+            advice = "; set TMPDIR to one on another file system"
+            with refusing(message, advice), channel.in_folder(self.directory) as folder:
+                listener.bind(f"{folder}/{SOCKET}")
+            listener.listen(socket.SOMAXCONN)
+            self._listeners.append(listener)
         self._peers: dict[int, _Peer] = {}
         self._accepting: list[asyncio.Task[None]] = []
         self._serving: set[asyncio.Task[None]] = set()
@@ -117,8 +112,6 @@ class Ranks:
         for task in self._serving:
             task.cancel()
         await asyncio.gather(*self._accepting, *self._serving, return_exceptions=True)
-        for listener in self._listeners:
-            listener.close()
 
     def _stop_accepting(self) -> None:
         for task in self._accepting:
@@ -186,7 +179,7 @@ class Ranks:
             stream = self.output.stream(peer.rank, message["output"])
             stream.feed(base64.b64decode(message["data"]))
             while self.output.full:
-                await self.output.wait_for_room(limits.CHECK)
+                await wait_for(self.output.room, limits.CHECK)
                 peer.heard = time.monotonic()
                 peer.send(waiting=True)  # it must hear from us while it cannot send
         elif "notice" in message:
@@ -249,7 +242,7 @@ class Ranks:
             environment = threads | self._start["environment"]
             self._do(self._start_one(peer, {**self._start, "environment": environment}))
         if self.has_input:
-            _forward_input(self._send_input)
+            self._forward_input()
         else:
             self._peers[0].send(input="")
 
@@ -259,12 +252,33 @@ class Ranks:
             await peer.send_much(function=base64.b64encode(piece).decode())
         peer.send(start=start)
 
-    async def _send_input(self, data: bytes) -> bool:
-        """Send rank 0 some input, empty at its end; returns, later, whether it may read more."""
-        if self.reports[0].gone:
-            return False
-        self._peers[0].send(input=base64.b64encode(data).decode())
-        return bool(data) and await self._input_was_read.get()
+    def _forward_input(self) -> None:
+        """Pass standard input on to rank 0, and an empty piece at its end, while it reads.
+
+        Open MPI 5's mpirun never forwards the end of a file.
+        """
+        # If ignored, a read in the background fails instead of stopping hvdrun.
+        signal.signal(signal.SIGTTIN, signal.SIG_IGN)
+        loop = asyncio.get_running_loop()
+
+        async def send(data: bytes) -> bool:
+            if self.reports[0].gone:
+                return False
+            self._peers[0].send(input=base64.b64encode(data).decode())
+            return bool(data) and await self._input_was_read.get()
+
+        def pump() -> None:
+            # When the job has ended, the loop ends and cancels the call.
+            with contextlib.suppress(RuntimeError, concurrent.futures.CancelledError):
+                more = True
+                while more:
+                    try:
+                        data = os.read(0, PIECE)
+                    except OSError:  # of a folder, or of a terminal in whose background we are
+                        data = b""
+                    more = asyncio.run_coroutine_threadsafe(send(data), loop).result()
+
+        threading.Thread(target=pump, daemon=True).start()
 
     def check(self) -> bool:
         """Look for lost hosts and time limits; returns whether the job cannot go on."""
@@ -316,31 +330,3 @@ class Ranks:
             report = self.reports[rank]
             if not report.gone and silence(peer.socket) >= limits.SUSPICION:
                 report.lost = "silent"
-
-
-def _forward_input(send: Callable[[bytes], Coroutine[Any, Any, bool]]) -> None:
-    """Pass standard input to `send`, and an empty piece at its end, until `send` returns False.
-
-    For rank 0, because Open MPI 5's mpirun never forwards the end of a file.
-    """
-    # If ignored, a read in the background fails instead of stopping hvdrun.
-    signal.signal(signal.SIGTTIN, signal.SIG_IGN)
-    loop = asyncio.get_running_loop()
-
-    def pump() -> None:
-        # When the job has ended, the loop ends and cancels the call.
-        with contextlib.suppress(RuntimeError, concurrent.futures.CancelledError):
-            while asyncio.run_coroutine_threadsafe(send(_read_input()), loop).result():
-                pass
-
-    threading.Thread(target=pump, daemon=True).start()
-
-
-def _read_input() -> bytes:
-    while True:
-        try:
-            return os.read(0, PIECE)
-        except OSError as error:
-            if error.errno != errno.EIO or not os.isatty(0):
-                return b""  # nothing to read from, such as a folder
-            time.sleep(limits.BACKGROUND_WAIT)

@@ -79,12 +79,6 @@ class Signals:
         """Whether the reader of our output may take its time."""
         return not self.hurry and time.monotonic() < self._reader_limit
 
-    async def wait(self, seconds: float) -> None:
-        """Wait until something changes from now on, at most for so long."""
-        self.changed.clear()
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self.changed.wait(), seconds)
-
     async def sleep(self, seconds: float) -> bool:
         """Sleep; returns False as soon as a signal asks hvdrun to end."""
         await asyncio.wait([self.stopped], timeout=seconds)
@@ -99,6 +93,13 @@ class Signals:
             return task.result()
         await cancel(task)
         return None
+
+
+async def wait_for(event: asyncio.Event, seconds: float) -> None:
+    """Wait until this happens from now on, at most for so long."""
+    event.clear()
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(event.wait(), seconds)
 
 
 async def cancel(task: asyncio.Future[Any] | None) -> None:

@@ -34,7 +34,6 @@ MUTE = 60.0  # without a sign of life, until a worker counts as stopped when oth
 # That an unfinished line waits for its rest: short enough for a prompt or a progress bar.
 PARTIAL_LINE_DELAY = 0.1
 SLOW_READER_CHECK = 0.1  # between two looks at a slow reader of our output
-BACKGROUND_WAIT = 1.0  # between two tries to read a terminal that another job of the shell has
 
 # The end
 
