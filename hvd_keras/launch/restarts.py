@@ -31,13 +31,10 @@ async def run(spec: JobSpec) -> Verdict:
         given.prefix, given.output_dir, given.verbose, signals.changed.set, signals.patient
     )
     errors.voice = output.say
-    verdict = None
     try:
-        verdict = await _run(spec, signals, output)
-        return verdict
+        return await _run(spec, signals, output)
     finally:
-        if given.max_restarts and (verdict is None or verdict.status != 0):
-            # What was to help a restart; the clean-up of a start that succeeds ends it, too.
+        if given.max_restarts:  # there may be what was to help a restart
             left = None if spec.is_local else spec.served - spec.lost
             await all_hosts.sweep_hosts(left, spec.reach, [spec.server], 0.0)
         while signals.patient() and not output.empty:

@@ -188,17 +188,15 @@ class Job:
 
     async def _sweep(self) -> set[str]:
         """Clean up all hosts; returns those that are lost."""
-        spec, jobs = self._spec, [self._number]
+        spec = self._spec
         self._place = _place(self._directory / POSTMORTEM, self._placement.size)
         self._ranks.note_silence()
         statuses = [report.status for report in self._ranks.reports.values()]
-        if statuses == [0] * self._placement.size:
-            jobs.append(spec.server)
-        else:
+        if statuses != [0] * self._placement.size:
             self._has_failed()
         grace = 0.0 if self._signals.hurry else limits.SWEEP_GRACE
         names = None if spec.is_local else self._hosts
-        lost = await all_hosts.sweep_hosts(names, spec.reach, jobs, grace)
+        lost = await all_hosts.sweep_hosts(names, spec.reach, [self._number], grace)
         spec.lost.update(lost)
         return lost
 
