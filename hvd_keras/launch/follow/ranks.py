@@ -40,10 +40,6 @@ class _Peer(Connection):
     is_here = False  # on our host
     why = ""  # we have ended the connection
 
-    def end(self, why: str = "") -> None:
-        self.why = why
-        super().end()
-
 
 @dataclass
 class Ranks:
@@ -161,7 +157,7 @@ class Ranks:
             why = error.strerror or str(error)
         finally:
             why = peer.why or why  # empty where the worker has ended
-            peer.end(why)
+            peer.end()
             if (report := self.reports.get(peer.rank)) is not None:
                 report.gone = True
                 if report.status is None:
@@ -286,7 +282,8 @@ class Ranks:
         left = [peer for rank, peer in self._peers.items() if not self.reports[rank].over]
         for peer in left:
             if silence(peer.socket) > limits.SILENCE:
-                peer.end(f"silent for {limits.SILENCE:.0f} s")
+                peer.why = f"silent for {limits.SILENCE:.0f} s"
+                peer.end()
             if now > self._checked + limits.WORKER_ALIVE:  # we were stopped ourselves
                 peer.heard = now
         self._checked = now
