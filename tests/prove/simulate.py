@@ -118,7 +118,8 @@ def main() -> None:
     arguments = parser.parse_args()
     build(pathlib.Path(PROGRAM).name)
     if not arguments.mutants:
-        subprocess.run([str(BUILD / PROGRAM), "count"], check=True)
+        ranks = 10_000 if arguments.seeds >= 100_000 else 2500  # 11 GB, or 1
+        subprocess.run([str(BUILD / PROGRAM), "count", str(ranks)], check=True)
         numbers = [arguments.first, arguments.seeds, os.cpu_count()]
         os.execv(BUILD / PROGRAM, [str(BUILD / PROGRAM), *map(str, numbers)])
     survivors = 0
