@@ -60,7 +60,13 @@ def build(given: argparse.Namespace) -> JobSpec:
         words = [sys.executable, "-m", "hvd_keras.check"]
         if given.size is None and not (given.hosts or given.hostfile):
             given.size = min(2, usable_cores())
-    wanted = _hosts(given)
+    ways = {"-H": given.hosts, "--hostfile": given.hostfile}
+    ways["--host-discovery-script"] = given.host_discovery_script
+    if len(named := [option for option, value in ways.items() if value is not None]) > 1:
+        raise UsageError(f"got {' and '.join(named)}; expected one of them")
+    wanted = None if given.hosts is None else hosts.parse(given.hosts)
+    if given.hostfile is not None:
+        wanted = hosts.read(given.hostfile)
     srun = None if given.mpirun or given.remote_shell else slurm.find(os.environ)
     dialect = srun or find_mpirun(given.mpirun)
     if given.per_host and wanted is None and (srun is not None or given.size):
@@ -97,17 +103,6 @@ def _shell(given: argparse.Namespace) -> RemoteShell:
     words = [str(Path(path).absolute()), *given.remote_shell[1:]]
     is_kubectl = Path(path).name == "kubectl" and words[1:2] == ["exec"]
     return kubectl_exec(words) if is_kubectl else RemoteShell(words)
-
-
-def _hosts(given: argparse.Namespace) -> list[Host] | None:
-    ways = {"-H": given.hosts, "--hostfile": given.hostfile}
-    ways["--host-discovery-script"] = given.host_discovery_script
-    named = [option for option, value in ways.items() if value is not None]
-    if len(named) > 1:
-        raise UsageError(f"got {' and '.join(named)}; expected one of them")
-    if given.hosts is not None:
-        return hosts.parse(given.hosts)
-    return None if given.hostfile is None else hosts.read(given.hostfile)
 
 
 def _is_local(given: argparse.Namespace, wanted: list[Host] | None) -> bool:
