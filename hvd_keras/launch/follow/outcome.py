@@ -107,6 +107,8 @@ def time_to_end(reports: dict[int, Report], now: float) -> bool:
     """Whether the job cannot succeed any more, and what can be known of the reason is known."""
     if first_failure(reports) is not None:
         return True
+    # MPI_Init waits for all ranks.
+    waits = any(one.phase == "arrived" and now - one.time > GRACE for one in reports.values())
     for report in reports.values():
         since = now - report.time
         # It cannot have been hvdrun, which has not yet asked for the end. The others may be asked
@@ -118,9 +120,7 @@ def time_to_end(reports: dict[int, Report], now: float) -> bool:
             return True
         if report.status == 0 and report.phase in ("arrived", "joined", "leaving"):
             return True  # it has left MPI without a word
-        # MPI_Init waits for all ranks.
-        waiting = [r for r in reports.values() if r.phase == "arrived" and now - r.time > GRACE]
-        if report.status == 0 and not report.phase and since > GRACE and waiting:
+        if report.status == 0 and not report.phase and since > GRACE and waits:
             return True
     return False
 
