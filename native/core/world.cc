@@ -56,8 +56,7 @@ std::unique_ptr<Transport> transport_between(MPI_Comm communicator, const std::v
   MPI_Comm host;
   HVD_MPI(
       MPI_Comm_split_type(communicator, MPI_COMM_TYPE_SHARED, mpi->rank(), MPI_INFO_NULL, &host));
-  int neighbours, most;
-  HVD_MPI(MPI_Comm_size(host, &neighbours));
+  int neighbours = ranks_in(host), most;
   HVD_MPI(MPI_Allreduce(&neighbours, &most, 1, MPI_INT, MPI_MAX, communicator));
   std::unique_ptr<Transport> fastest;
   try {
@@ -143,9 +142,7 @@ Status World::choose_job(const std::vector<int>& ranks, const MPI_Comm* communic
     HVD_MPI(MPI_Comm_dup(MPI_COMM_WORLD, &job_));
     return {};
   }
-  int rank, size;
-  HVD_MPI(MPI_Comm_rank(MPI_COMM_WORLD, &rank));
-  HVD_MPI(MPI_Comm_size(MPI_COMM_WORLD, &size));
+  const int rank = rank_in(MPI_COMM_WORLD), size = ranks_in(MPI_COMM_WORLD);
   for (int wanted : ranks) {
     if (wanted < 0 || wanted >= size) {
       return Status::error(Code::invalid_argument,
@@ -173,15 +170,11 @@ Status World::init(const std::vector<int>& ranks, const MPI_Comm* communicator) 
   if (Status status = choose_job(ranks, communicator); !status.ok()) return status;
   // Whatever handler the script or mpi4py has chosen: that of HVD_MPI says more.
   HVD_MPI(MPI_Comm_set_errhandler(job_, MPI_ERRORS_RETURN));
-  HVD_MPI(MPI_Comm_rank(job_, &rank_info_.rank));
-  HVD_MPI(MPI_Comm_size(job_, &rank_info_.size));
+  const int rank = rank_in(job_), size = ranks_in(job_);
   MPI_Comm local, cross;
-  HVD_MPI(MPI_Comm_split_type(job_, MPI_COMM_TYPE_SHARED, rank_info_.rank, MPI_INFO_NULL, &local));
-  HVD_MPI(MPI_Comm_rank(local, &rank_info_.local_rank));
-  HVD_MPI(MPI_Comm_size(local, &rank_info_.local_size));
-  HVD_MPI(MPI_Comm_split(job_, rank_info_.local_rank, rank_info_.rank, &cross));
-  HVD_MPI(MPI_Comm_rank(cross, &rank_info_.cross_rank));
-  HVD_MPI(MPI_Comm_size(cross, &rank_info_.cross_size));
+  HVD_MPI(MPI_Comm_split_type(job_, MPI_COMM_TYPE_SHARED, rank, MPI_INFO_NULL, &local));
+  HVD_MPI(MPI_Comm_split(job_, rank_in(local), rank, &cross));
+  rank_info_ = {rank, size, rank_in(local), ranks_in(local), rank_in(cross), ranks_in(cross), 0};
   HVD_MPI(MPI_Comm_free(&local));
   HVD_MPI(MPI_Comm_free(&cross));
   int bounds[4] = {rank_info_.local_size, -rank_info_.local_size, HVD_BUILD, -HVD_BUILD};
@@ -194,7 +187,7 @@ Status World::init(const std::vector<int>& ranks, const MPI_Comm* communicator) 
                          "each other. Install the same one for all ranks, on all hosts.");
   }
 
-  recorder_ = std::make_shared<Recorder>(rank_info_.rank, rank_info_.size);
+  recorder_ = std::make_shared<Recorder>(rank, size);
   before_mpi_aborts([recorder = recorder_](const std::string& why) {
     recorder->flight().failed(why);
     recorder->flight().alarm();
@@ -203,18 +196,21 @@ Status World::init(const std::vector<int>& ranks, const MPI_Comm* communicator) 
     HVD_MPI(MPI_Comm_free(&job_));
     return status;
   }
-  std::vector<int> all(rank_info_.size);
+  std::vector<int> all(size);
   std::iota(all.begin(), all.end(), 0);
-  auto engine = std::make_shared<Engine>(
-      with_gpus(job_, transport_between(job_, all, settings_.allreduce), settings_, 0), settings_,
-      recorder_);
-  process_sets().add(0, {rank_info_.rank, rank_info_.size, std::move(engine)});
+  process_sets().add(0, {rank, size, new_engine(job_, all, 0)});
   initialized_ = true;
   static const int watches_forks = pthread_atfork(nullptr, nullptr, [] {
     if (instance().initialized()) process_sets().note_fork();
   });
   (void)watches_forks;
   return {};
+}
+
+std::shared_ptr<Engine> World::new_engine(MPI_Comm members, const std::vector<int>& ranks, int id) {
+  auto host = transport_between(members, ranks, settings_.allreduce);
+  return std::make_shared<Engine>(with_gpus(members, std::move(host), settings_, id), settings_,
+                                  recorder_, id);
 }
 
 // Rank 0 alone writes it; if it cannot, all ranks get the error.
@@ -243,9 +239,7 @@ Status World::add_process_set(int id, const std::vector<int>& ranks) {
   if (own != ranks.end()) {
     set.rank = static_cast<int>(own - ranks.begin());
     MPI_Comm members = communicator_of(job_, ranks, id);
-    set.engine = std::make_shared<Engine>(
-        with_gpus(members, transport_between(members, ranks, settings_.allreduce), settings_, id),
-        settings_, recorder_, id);
+    set.engine = new_engine(members, ranks, id);
     HVD_MPI(MPI_Comm_free(&members));
   }
   process_sets().add(id, set);

@@ -7,6 +7,7 @@
 #include <string>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 namespace hvd {
 
@@ -33,6 +34,10 @@ class Hash {
   uint64_t state_ = 0xcbf29ce484222325ULL;
 };
 
+// Makes bytes of numbers, texts, pairs, vectors, and structs that have
+//
+//   template <typename Bytes>
+//   void fields(Bytes& bytes) { bytes(one_member, another); }  // for a Writer or a Reader
 class Writer {
  public:
   template <typename... Values>
@@ -43,13 +48,26 @@ class Writer {
 
  private:
   template <typename T>
-  void put(const T& number) {
-    static_assert(std::is_arithmetic_v<T> || std::is_enum_v<T>);
-    bytes_.append(reinterpret_cast<const char*>(&number), sizeof number);
+  void put(const T& value) {
+    if constexpr (std::is_arithmetic_v<T> || std::is_enum_v<T>) {
+      bytes_.append(reinterpret_cast<const char*>(&value), sizeof value);
+    } else {
+      const_cast<T&>(value).fields(*this);  // which does not change it
+    }
   }
   void put(const std::string& text) {
     put(text.size());
     bytes_.append(text);
+  }
+  template <typename T>
+  void put(const std::vector<T>& values) {
+    put(values.size());
+    for (const T& value : values) put(value);
+  }
+  template <typename A, typename B>
+  void put(const std::pair<A, B>& values) {
+    put(values.first);
+    put(values.second);
   }
 
   std::string bytes_;
@@ -60,8 +78,6 @@ class Reader {
  public:
   explicit Reader(const std::string& bytes) : bytes_(bytes) {}
 
-  bool at_end() const { return position_ == bytes_.size(); }
-
   template <typename... Values>
   void operator()(Values&... values) {
     (get(values), ...);
@@ -69,13 +85,27 @@ class Reader {
 
  private:
   template <typename T>
-  void get(T& number) {
-    std::memcpy(&number, next(sizeof number), sizeof number);
+  void get(T& value) {
+    if constexpr (std::is_arithmetic_v<T> || std::is_enum_v<T>) {
+      std::memcpy(&value, next(sizeof value), sizeof value);
+    } else {
+      value.fields(*this);
+    }
   }
   void get(std::string& text) {
     size_t size = 0;
     get(size);
     text.assign(next(size), size);
+  }
+  template <typename T>
+  void get(std::vector<T>& values) {
+    size_t size = 0;
+    for (get(size); size > 0; --size) get(values.emplace_back());
+  }
+  template <typename A, typename B>
+  void get(std::pair<A, B>& values) {
+    get(values.first);
+    get(values.second);
   }
   const char* next(size_t size) {
     if (bytes_.size() - position_ < size) throw std::runtime_error("a rank's message is cut short");
@@ -85,5 +115,20 @@ class Reader {
   const std::string& bytes_;
   size_t position_ = 0;
 };
+
+template <typename T>
+std::string encode(const T& value) {
+  Writer out;
+  out(value);
+  return out.take();
+}
+
+template <typename T>
+T decode(const std::string& bytes) {
+  Reader in(bytes);
+  T value;
+  in(value);
+  return value;
+}
 
 }  // namespace hvd

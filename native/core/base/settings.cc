@@ -3,7 +3,6 @@
 #include <cmath>
 #include <cstdlib>
 #include <map>
-#include <string>
 
 #include "core/base/numbers.h"
 

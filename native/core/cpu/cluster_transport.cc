@@ -4,7 +4,6 @@
 #include <cstring>
 #include <functional>
 #include <stdexcept>
-#include <utility>
 
 #include "core/cpu/mpi_wait.h"
 #include "core/math/loops.h"
@@ -131,11 +130,6 @@ ClusterTransport::Shared& ClusterTransport::shared(int local_rank) const {
   return *reinterpret_cast<Shared*>(memory_->area(local_rank, kWindow));
 }
 
-// Whether the tensors of a request may travel with the proposals.
-bool ClusterTransport::sums_all(const Request& request) const {
-  return hosts_ <= mpi_->few() && small_group(request, ProposalExchange::kMostAlong);
-}
-
 std::optional<Agreement> ClusterTransport::agree(const Proposal& mine, const Request* next,
                                                  const Waiting& waiting) {
   if (!waiting && !MpiTransport::is_brief(*next)) return {};
@@ -149,7 +143,6 @@ std::optional<Agreement> ClusterTransport::agree(const Proposal& mine, const Req
   if (!waiting && !done_briefly(size(), poll)) return {};
   if (waiting) {
     MpiWaiter::Wait wait(mpi_->waiter(), waiting_);
-    wait.check();
     while (!poll()) wait.turn(std::exchange(progressed, false));
   }
   const Summary all = shared(0).all.summary;
@@ -162,8 +155,8 @@ std::optional<Agreement> ClusterTransport::agree(const Proposal& mine, const Req
 void ClusterTransport::propose(const Proposal& mine, const Request* next) {
   ProposalExchange::Message& message = shared(local_rank_).mine;
   message.summary = Summary(mine, rank());
-  along_ =
-      next && sums_all(*next) ? small_group(*next, ProposalExchange::kMostAlong) : std::nullopt;
+  const bool few = hosts_ <= mpi_->few();
+  along_ = next && few ? small_group(*next, ProposalExchange::kMostAlong) : std::nullopt;
   if (along_) along_->in.copy_to(message.along, along_->in.left());
   memory_->counters().advance(HostCounters::arrived, 2 * agreements_++ + 1);
   proposed_ = true;
@@ -225,7 +218,6 @@ void ClusterTransport::in_chunks(int64_t count, int leaders, const Pack& pack, c
   uint64_t packed = chunks_, started = chunks_, complete = chunks_, unpacked = chunks_;
   const uint64_t end = chunks_ += count;
   MpiWaiter::Wait wait(mpi_->waiter(), waiting_);
-  wait.check();
   while (unpacked < end) {
     bool progressed = false;
     if (packed < end && packed < counters.least(HostCounters::unpacked) + kWindow) {

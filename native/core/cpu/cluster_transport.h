@@ -78,7 +78,6 @@ class ClusterTransport : public KindTransport {
  private:
   struct Shared;
   Shared& shared(int local_rank) const;
-  bool sums_all(const Request& request) const;
   void propose(const Proposal& mine, const Request* next);
   bool has_agreed(const Request* next, bool* progressed);
   void number_hosts(const MpiTransport& mpi, MPI_Comm host);

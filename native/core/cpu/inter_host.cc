@@ -2,12 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <memory>
 #include <numeric>
 #include <utility>
-#include <vector>
-
-#include "core/cpu/mpi_wait.h"
 
 namespace hvd {
 namespace {
@@ -37,9 +33,8 @@ class Direct : public InterHostExchange {
         tag_(tag),
         peers_(std::move(peers)),
         beyond_(std::move(beyond)) {
-    int host = 0;
-    HVD_MPI(MPI_Comm_rank(hosts, &host));
-    place_ = static_cast<int>(std::find(peers_.begin(), peers_.end(), host) - peers_.begin());
+    place_ =
+        static_cast<int>(std::find(peers_.begin(), peers_.end(), rank_in(hosts)) - peers_.begin());
     others_ = others(place_, static_cast<int>(peers_.size()));
     if (owns(place_)) received_.resize(bytes(place_) * peers_.size());
     for (int p : others_)
@@ -107,9 +102,12 @@ class Direct : public InterHostExchange {
 class SmallAllgather : public InterHostExchange {
  public:
   SmallAllgather(MPI_Comm ranks, void* blocks, int64_t bytes, int tag)
-      : InterHostExchange(ranks), blocks_(static_cast<char*>(blocks)), bytes_(bytes), tag_(tag) {
-    HVD_MPI(MPI_Comm_rank(ranks, &rank_));
-    HVD_MPI(MPI_Comm_size(ranks, &size_));
+      : InterHostExchange(ranks),
+        blocks_(static_cast<char*>(blocks)),
+        bytes_(bytes),
+        tag_(tag),
+        rank_(rank_in(ranks)),
+        size_(ranks_in(ranks)) {
     step();
   }
 
@@ -131,8 +129,7 @@ class SmallAllgather : public InterHostExchange {
 
   char* const blocks_;
   const int64_t bytes_;
-  const int tag_;
-  int rank_ = 0, size_ = 0;
+  const int tag_, rank_, size_;
   int have_ = 1;
 };
 
@@ -140,10 +137,12 @@ class SmallAllgather : public InterHostExchange {
 class Gathered : public InterHostExchange {
  public:
   Gathered(MPI_Comm hosts, const Slice& slice, int tag)
-      : InterHostExchange(hosts), slice_(slice), bytes_(slice.elements * size_of(slice.dtype)) {
-    HVD_MPI(MPI_Comm_rank(hosts, &host_));
-    HVD_MPI(MPI_Comm_size(hosts, &size_));
-    terms_.resize(size_ * bytes_);
+      : InterHostExchange(hosts),
+        slice_(slice),
+        bytes_(slice.elements * size_of(slice.dtype)),
+        host_(rank_in(hosts)),
+        size_(ranks_in(hosts)),
+        terms_(size_ * bytes_) {
     std::copy_n(slice.data, bytes_, terms_.data());
     gathering_ = new_small_allgather(hosts, terms_.data(), bytes_, tag);
     end();
@@ -168,7 +167,7 @@ class Gathered : public InterHostExchange {
 
   const Slice slice_;
   const int64_t bytes_;
-  int host_ = 0, size_ = 0;
+  const int host_, size_;
   std::vector<char> terms_;  // of new_small_allgather()
   std::unique_ptr<InterHostExchange> gathering_;
 };
@@ -201,11 +200,13 @@ std::unique_ptr<InterHostExchange> new_small_allgather(MPI_Comm ranks, void* blo
 }
 
 ProposalExchange::ProposalExchange(MPI_Comm hosts, int few, int tag)
-    : Messages(hosts), comm_(hosts), few_(few), tag_(tag) {
-  HVD_MPI(MPI_Comm_rank(hosts, &host_));
-  HVD_MPI(MPI_Comm_size(hosts, &size_));
-  messages_.resize(is_few() ? size_ : 1);
-}
+    : Messages(hosts),
+      comm_(hosts),
+      few_(few),
+      tag_(tag),
+      host_(rank_in(hosts)),
+      size_(ranks_in(hosts)),
+      messages_(is_few() ? size_ : 1) {}
 
 void ProposalExchange::start() {
   started_ = true;
@@ -261,13 +262,12 @@ void ProposalExchange::step_of_many() {
 // in size, their leaders move up to (1 + 1/(2 sqrt(H))) times the least bytes.
 std::unique_ptr<InterHostExchange> new_inter_host_allreduce(Allreduce algorithm, MPI_Comm hosts,
                                                             const Slice& slice, int tag) {
-  int host = 0, count = 0, group = 0;
-  HVD_MPI(MPI_Comm_rank(hosts, &host));
-  HVD_MPI(MPI_Comm_size(hosts, &count));
+  const int host = rank_in(hosts), count = ranks_in(hosts);
   if (is_gathered(slice, count)) return std::make_unique<Gathered>(hosts, slice, tag);
   if (algorithm != Allreduce::grid)
     return std::make_unique<Direct>(hosts, range(0, count), slice, tag);
   const Groups groups(count);
+  int group = 0;
   while (groups.first(group + 1) <= host) ++group;
   const int first = groups.first(group);
   std::vector<int> beyond;

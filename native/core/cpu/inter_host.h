@@ -88,8 +88,7 @@ class ProposalExchange : protected Messages {
   void step_of_many();
 
   const MPI_Comm comm_;
-  const int few_, tag_;
-  int host_ = 0, size_ = 0;
+  const int few_, tag_, host_, size_;
   std::vector<Message> messages_;  // of few: of new_small_allgather()
   std::unique_ptr<InterHostExchange> gathering_;
   Summary all_, sent_, received_;  // of many

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "core/base/log.h"
-#include "core/math/adasum.h"
 
 namespace hvd {
 
@@ -28,15 +27,10 @@ Status KindTransport::run(Request& request, const Waiting& waiting) {
   begin(waiting);
   switch (request.kind) {
     case Kind::allreduce:
-      if (request.reduction != Reduction::adasum) {
-        allreduce(request);
+      if (request.reduction == Reduction::adasum) {
+        adasum(request);
       } else {
-        adasum(request, rank(), size(),
-               {[this](const auto& sent, const auto& received) { exchange(sent, received); },
-                [this](const auto& mine) { return share_numbers<double>(mine); },
-                [this](const void* mine, const auto& sizes, void* all) {
-                  gather_bytes(mine, sizes, all);
-                }});
+        allreduce(request);
       }
       return {};
     case Kind::broadcast:
@@ -57,9 +51,7 @@ Status KindTransport::run(Request& request, const Waiting& waiting) {
       break;
   }
   Layout layout;
-  Status status = lay_out(
-      request, rank(), ranks(), [&](const auto& mine) { return gather_numbers(mine, waiting); },
-      [&](const auto& mine) { return exchange_numbers(mine, waiting); }, &layout);
+  const Status status = lay_out(request, *this, waiting, &layout);
   if (!status.ok()) return status;
   if (request.kind == Kind::alltoall) {
     exchange(layout.sent, layout.received);

@@ -62,6 +62,8 @@ class KindTransport : public Transport {
   Waiting waiting_;  // of the call in progress
 
  private:
+  void adasum(Request& request);  // in adasum.cc
+
   bool asked_for_room_ = false;
 };
 

@@ -3,10 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <thread>
 #include <utility>
 
-#include "core/cpu/mpi_wait.h"
 #include "core/math/loops.h"
 #include "core/request/collectives.h"
 
@@ -51,9 +49,9 @@ MpiTransport::MpiTransport(MPI_Comm communicator, std::vector<int> ranks, int fe
     : ranks_(std::move(ranks)),
       few_(few),
       communicator_(duplicate(communicator)),
+      rank_(rank_in(communicator_)),
+      waiter_(std::make_unique<MpiWaiter>(communicator_, ranks_, few)),
       proposals_(communicator_, few, kTag) {
-  HVD_MPI(MPI_Comm_rank(communicator_, &rank_));
-  waiter_ = std::make_unique<MpiWaiter>(communicator_, ranks_, few);
   const Waiting patient = [](double, const Missing&) { return std::string(); };
   for (const std::string& name : gather(host_name(), patient)) {
     if (hosts_.empty() || hosts_.back() != name) hosts_.push_back(name);
@@ -74,7 +72,6 @@ void MpiTransport::wait(MPI_Request request) {
 template <typename Exchange>
 void MpiTransport::wait(Exchange& exchange) {
   MpiWaiter::Wait wait(*waiter_, waiting_);
-  wait.check();
   while (!exchange.done()) wait.turn(exchange.advance());
 }
 

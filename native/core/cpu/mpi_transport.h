@@ -80,7 +80,7 @@ class MpiTransport : public KindTransport {
   const std::vector<int> ranks_;
   const int few_;
   MPI_Comm communicator_;
-  int rank_;
+  const int rank_;
   std::vector<std::string> hosts_;  // of each run of ranks
   std::vector<int> host_of_;        // by rank
   std::unique_ptr<MpiWaiter> waiter_;

@@ -5,11 +5,11 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <cstring>
 #include <mutex>
 #include <thread>
 #include <utility>
 
+#include "core/base/bytes.h"
 #include "core/base/log.h"
 #include "core/base/process_wide.h"
 
@@ -79,6 +79,18 @@ void abort_for_mpi_error(int code, const char* call) {
   _exit(1);
 }
 
+int rank_in(MPI_Comm communicator) {
+  int rank = 0;
+  HVD_MPI(MPI_Comm_rank(communicator, &rank));
+  return rank;
+}
+
+int ranks_in(MPI_Comm communicator) {
+  int ranks = 0;
+  HVD_MPI(MPI_Comm_size(communicator, &ranks));
+  return ranks;
+}
+
 void Messages::send(const void* data, int64_t bytes, int to, int tag) {
   for (int64_t start = 0; start < bytes; start += kPieceBytes) {
     HVD_MPI(MPI_Isend(static_cast<const char*>(data) + start,
@@ -125,7 +137,7 @@ std::vector<int> others(int rank, int size) {
 MpiWaiter::MpiWaiter(MPI_Comm communicator, const std::vector<int>& ranks, int few)
     : ranks_(ranks), many_(static_cast<int>(ranks.size()) > few), answers_(ranks.size()) {
   HVD_MPI(MPI_Comm_dup(communicator, &communicator_));
-  HVD_MPI(MPI_Comm_rank(communicator_, &rank_));
+  rank_ = rank_in(communicator_);
   const int size = static_cast<int>(ranks.size());
   for (int away = 1; away < size && many_; away *= 2) {
     partners_.push_back((rank_ + away) % size);
@@ -148,9 +160,10 @@ MpiWaiter::~MpiWaiter() {
   } catch (const Aborted&) {  // all ranks have left
   }
   for (std::list<Notice>* notices : {&sent_, &received_}) {
-    for (Notice& notice : *notices)
-      HVD_MPI(MPI_Waitall(static_cast<int>(notice.requests.size()), notice.requests.data(),
-                          MPI_STATUSES_IGNORE));
+    for (Notice& notice : *notices) {
+      std::vector<MPI_Request>& requests = notice.messages.requests_;
+      HVD_MPI(MPI_Waitall(static_cast<int>(requests.size()), requests.data(), MPI_STATUSES_IGNORE));
+    }
   }
   HVD_MPI(MPI_Comm_free(&communicator_));
 }
@@ -165,7 +178,6 @@ void MpiWaiter::wait(std::vector<MPI_Request>& requests, const Waiting& waiting)
   const int count = static_cast<int>(requests.size());
   std::vector<int> indices(requests.size());
   Wait wait(*this, waiting);
-  wait.check();
   for (int left = count; left > 0;) {
     int completed = 0;
     HVD_MPI(MPI_Testsome(count, requests.data(), &completed, indices.data(), MPI_STATUSES_IGNORE));
@@ -175,7 +187,10 @@ void MpiWaiter::wait(std::vector<MPI_Request>& requests, const Waiting& waiting)
   }
 }
 
-void MpiWaiter::Wait::check() const { throw_if_aborted(); }
+MpiWaiter::Wait::Wait(MpiWaiter& waiter, const Waiting& waiting)
+    : waiter_(waiter), waiting_(waiting) {
+  throw_if_aborted();
+}
 
 void MpiWaiter::Wait::turn(bool something_has_come) {
   const double waited = something_has_come ? 0 : seconds_since(start_);
@@ -187,7 +202,7 @@ void MpiWaiter::Wait::turn(bool something_has_come) {
   } else {
     std::this_thread::sleep_for(Seconds(std::min(waited / 20, kMaxSleepSeconds)));
   }
-  check();  // after the sleep, in which another thread may have aborted
+  throw_if_aborted();  // after the sleep, in which another thread may have aborted
   if (waited < kSpinSeconds) return;
   if (waited > next_call_) {
     next_call_ = 2 * waited;
@@ -199,21 +214,11 @@ void MpiWaiter::Wait::turn(bool something_has_come) {
   if (!why.empty()) waiter_.abort(why);
 }
 
-bool MpiWaiter::Notice::complete() {
-  int done = 0;
-  HVD_MPI(
-      MPI_Testall(static_cast<int>(requests.size()), requests.data(), &done, MPI_STATUSES_IGNORE));
-  return done != 0;
-}
-
 void MpiWaiter::post(int tag, const std::string& bytes, const std::vector<int>& to,
-                     Notice* notice) const {
-  notice->bytes = bytes;
-  for (int r : to) {
-    notice->requests.push_back(MPI_REQUEST_NULL);
-    HVD_MPI(MPI_Isend(notice->bytes.data(), static_cast<int>(notice->bytes.size()), MPI_BYTE, r,
-                      tag, communicator_, &notice->requests.back()));
-  }
+                     std::list<Notice>* notices) const {
+  Notice& notice = notices->emplace_back(Notice{Messages(communicator_), bytes});
+  for (int r : to)
+    notice.messages.send(notice.bytes.data(), static_cast<int64_t>(bytes.size()), r, tag);
 }
 
 void MpiWaiter::call_roll(double waited) {
@@ -229,16 +234,16 @@ void MpiWaiter::hear_call(uint64_t number) {
 }
 
 void MpiWaiter::hear_answers(const Notice& notice) {
+  Reader in(notice.bytes);
   uint64_t call = 0;
-  std::memcpy(&call, notice.bytes.data(), sizeof call);
+  std::vector<Answers> all;
+  in(call, all);
   hear_call(call);
   // Who answers so late has kept the others waiting, and may do so until the next call.
   if (call == call_ && !calls_.empty() && seconds_since(calls_.back().heard) > kLateAnswerSeconds)
     return;
   bool news = false;
-  for (size_t at = sizeof call; at < notice.bytes.size(); at += sizeof(Answers)) {
-    Answers heard;
-    std::memcpy(&heard, &notice.bytes[at], sizeof heard);
+  for (const Answers& heard : all) {
     for (int r = heard.first; r < heard.end; ++r) {
       Answer& known = answers_[r];
       if (known.call > call) continue;
@@ -264,10 +269,10 @@ void MpiWaiter::pass_on() {
         known.push_back({r, r, answer.step});
       ++known.back().end;
     }
-    std::string bytes(reinterpret_cast<const char*>(&call_), sizeof call_);
-    bytes.append(reinterpret_cast<const char*>(known.data()), known.size() * sizeof(Answers));
+    Writer out;
+    out(call_, known);
     sent_.remove_if([](Notice& notice) { return notice.complete(); });
-    post(kAnswers, bytes, {partners_[k]}, &sent_.emplace_back());
+    post(kAnswers, out.take(), {partners_[k]}, &sent_);
     told_[k] = news_;
     if (!many_) continue;
     next_ = k + 1;
@@ -285,12 +290,10 @@ void MpiWaiter::check_aborted() {
     if (!arrived) break;
     int size = 0;
     HVD_MPI(MPI_Get_count(&status, MPI_BYTE, &size));
-    Notice& notice = received_.emplace_back();
+    Notice& notice = received_.emplace_back(Notice{Messages(communicator_)});
     notice.bytes.resize(size);
-    notice.from = status.MPI_SOURCE;
     notice.tag = status.MPI_TAG;
-    HVD_MPI(MPI_Irecv(notice.bytes.data(), size, MPI_BYTE, notice.from, notice.tag, communicator_,
-                      &notice.requests.emplace_back(MPI_REQUEST_NULL)));
+    notice.messages.receive(notice.bytes.data(), size, status.MPI_SOURCE, notice.tag);
   }
   received_.remove_if([this](Notice& notice) {
     if (!notice.complete()) return false;
@@ -311,7 +314,7 @@ void MpiWaiter::abort(const std::string& why, const MpiWaiter* heard_by) {
     for (const MpiWaiter* waiter : process_wide().waiters)
       if (waiter != heard_by)
         waiter->post(kAborted, why, others(waiter->rank_, static_cast<int>(waiter->ranks_.size())),
-                     &notices->emplace_back());
+                     notices);
   }
   const auto start = Clock::now();
   for (Notice& notice : *notices) {

@@ -39,6 +39,10 @@ void before_mpi_aborts(std::function<void(const std::string& why)> act);
       abort_for_mpi_error(code, #__VA_ARGS__);             \
   } while (false)
 
+// Of a communicator: this process's rank, and how many there are.
+int rank_in(MPI_Comm communicator);
+int ranks_in(MPI_Comm communicator);
+
 // Messages of any size between this rank of a communicator and others; all are under way at once.
 class Messages {
  public:
@@ -73,12 +77,10 @@ std::vector<int> others(int rank, int size);
 class MpiWaiter {
  public:
   // One wait in the current step. The caller polls for completion and calls turn() after each poll.
+  // Throws Aborted if a transport of this process was aborted: MPI must not be called any more.
   class Wait {
    public:
-    Wait(MpiWaiter& waiter, const Waiting& waiting) : waiter_(waiter), waiting_(waiting) {}
-
-    // Throws Aborted if a transport of this process was aborted: MPI must not be called any more.
-    void check() const;
+    Wait(MpiWaiter& waiter, const Waiting& waiting);
 
     // Sleeps if there was no progress, longer each time, and checks. Throws Aborted.
     void turn(bool something_has_come);
@@ -110,11 +112,11 @@ class MpiWaiter {
 
  private:
   struct Notice {
-    std::string bytes;
-    std::vector<MPI_Request> requests;
-    int from = 0, tag = 0;  // of one that is received
+    Messages messages;
+    std::string bytes = {};
+    int tag = 0;  // of one that is received
 
-    bool complete();
+    bool complete() { return messages.all_complete(); }
   };
   struct Answer {
     uint64_t call = 0, step = 0;
@@ -123,13 +125,19 @@ class MpiWaiter {
   struct Answers {
     int first, end;
     uint64_t step;
+
+    template <typename Bytes>
+    void fields(Bytes& bytes) {
+      bytes(first, end, step);
+    }
   };
   struct Call {
     uint64_t number;
     Clock::time_point heard;
   };
 
-  void post(int tag, const std::string& bytes, const std::vector<int>& to, Notice* notice) const;
+  void post(int tag, const std::string& bytes, const std::vector<int>& to,
+            std::list<Notice>* notices) const;
   void call_roll(double waited);
   void hear_call(uint64_t number);
   void hear_answers(const Notice& notice);

@@ -1,7 +1,6 @@
 #include "core/cpu/shared_memory.h"
 
 #include <fcntl.h>
-#include <sched.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <unistd.h>
@@ -12,7 +11,6 @@
 #include <cstdio>
 #include <cstring>
 #include <stdexcept>
-#include <utility>
 
 #include "core/base/cores.h"
 #include "core/base/process_wide.h"
@@ -56,7 +54,7 @@ std::string new_name() {
 SharedMemory::SharedMemory(MPI_Comm communicator, const std::vector<int>& ranks,
                            std::vector<Area> areas)
     : SharedMemory(nullptr, 0, ranks, std::move(areas)) {
-  HVD_MPI(MPI_Comm_rank(communicator, &rank_));
+  rank_ = rank_in(communicator);
   const int per_core = ranks_per_core(communicator, size_);
 
   // The first rank creates the block, the others open it by its name, and then it is unlinked.

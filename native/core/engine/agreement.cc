@@ -15,18 +15,6 @@ using Row = Digest::Row;
 // Of what has failed, at most so much is refused at once.
 constexpr size_t kMostFailed = 64;
 
-// For a Writer or a Reader.
-template <typename Bytes, typename R>
-void fields(Bytes& bytes, R& row) {
-  bytes(row.identity, row.signature, row.owner, row.place, row.needs, row.differs, row.has_problem,
-        row.lacks, row.has_needed);
-}
-template <typename Bytes, typename D>
-void head(Bytes& bytes, D& digest) {
-  bytes(digest.leaving, digest.warns, digest.absent, digest.newly_joined, digest.unchanged,
-        digest.waited);
-}
-
 void sort(std::vector<Row>* rows) {
   std::sort(rows->begin(), rows->end(), [](const Row& a, const Row& b) {
     return std::tie(a.owner, a.place) < std::tie(b.owner, b.place);
@@ -164,27 +152,6 @@ Decision decide(const Digest& all) {
       !decision.refuse.empty() || decision.some_joined || all.warns ||
       (decision.run.empty() && (all.leaving || all.unchanged > 0 || all.waited > 0));
   return decision;
-}
-
-std::string encode(const Digest& digest) {
-  Writer out;
-  head(out, digest);
-  for (const auto* identities : {&digest.failed, &digest.left}) {
-    out(identities->size());
-    for (uint64_t identity : *identities) out(identity);
-  }
-  for (const Row& row : digest.rows) fields(out, row);
-  return out.take();
-}
-
-void decode(const std::string& bytes, Digest* digest) {
-  Reader in(bytes);
-  head(in, *digest);
-  for (auto* identities : {&digest->failed, &digest->left}) {
-    size_t size = 0;
-    for (in(size); size > 0; --size) in(identities->emplace_back());
-  }
-  while (!in.at_end()) fields(in, digest->rows.emplace_back());
 }
 
 }  // namespace hvd

@@ -75,11 +75,20 @@ struct Digest {
     bool differs = false, has_problem = false;
     bool lacks = false;       // some have joined without it
     bool has_needed = false;  // the rank that it needs has it
+
+    template <typename Bytes>
+    void fields(Bytes& bytes) {
+      bytes(identity, signature, owner, place, needs, differs, has_problem, lacks, has_needed);
+    }
   };
 
   Digest() = default;
   explicit Digest(const Report& report);
   void add(const Digest& other);
+  template <typename Bytes>
+  void fields(Bytes& bytes) {
+    bytes(rows, failed, left, leaving, warns, absent, newly_joined, unchanged, waited);
+  }
 
   std::vector<Row> rows;         // in the order of the first rank's queue
   std::vector<uint64_t> failed;  // identities, of which another op of the step has failed; sorted
@@ -125,8 +134,5 @@ struct Decision {
 };
 
 Decision decide(const Digest& all);
-
-std::string encode(const Digest& digest);
-void decode(const std::string& bytes, Digest* digest);
 
 }  // namespace hvd

@@ -1,5 +1,4 @@
 // How an engine ends: all ranks leave, or one aborts.
-#include <utility>
 
 #include "core/engine/engine.h"
 #include "core/request/collectives.h"

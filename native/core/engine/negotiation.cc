@@ -102,17 +102,12 @@ bool Engine::negotiate() {
 // What all ranks say together, of digests or texts.
 template <typename T>
 T Engine::of_all(const T& mine) {
-  const auto decoded = [](const std::string& bytes) {
-    T part;
-    decode(bytes, &part);
-    return part;
-  };
-  const auto combine = [&](const std::string& some, const std::string& others) {
-    T both = decoded(some);
-    both.add(decoded(others));
+  const auto combine = [](const std::string& some, const std::string& others) {
+    T both = decode<T>(some);
+    both.add(decode<T>(others));
     return encode(both);
   };
-  return decoded(transport_->reduce(
+  return decode<T>(transport_->reduce(
       encode(mine), combine, [&](double seconds, const Missing& missing) -> std::string {
         return watch(seconds,
                      [&] { return who(missing()) + " does not take part in a negotiation."; });

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <numeric>
 
 #include "core/base/log.h"
 #include "core/base/numbers.h"

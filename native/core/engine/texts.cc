@@ -4,8 +4,6 @@
 #include <map>
 #include <optional>
 
-#include "core/base/bytes.h"
-
 namespace hvd {
 namespace {
 
@@ -196,33 +194,6 @@ void explain(const Digest& all, const Texts& texts, Decision* decision) {
   } else if (all.waited > 0) {
     decision->stuck = "no progress for " + seconds(all.waited) +
                       ": the ranks wait for different collectives:" + decision->summary;
-  }
-}
-
-std::string encode(const Texts& texts) {
-  Writer out;
-  for (const Said& said : texts.matters) {
-    out(said.count, said.groups.size());
-    for (const auto& group : said.groups) {
-      out(group.text, group.count, group.ranks.size());
-      for (const auto& [first, last] : group.ranks) out(first, last);
-    }
-  }
-  return out.take();
-}
-
-void decode(const std::string& bytes, Texts* texts) {
-  Reader in(bytes);
-  while (!in.at_end()) {
-    Said& said = texts->matters.emplace_back();
-    size_t groups = 0, ranges = 0;
-    for (in(said.count, groups); groups > 0; --groups) {
-      Group& group = said.groups.emplace_back();
-      for (in(group.text, group.count, ranges); ranges > 0; --ranges) {
-        auto& range = group.ranks.emplace_back();
-        in(range.first, range.second);
-      }
-    }
   }
 }
 

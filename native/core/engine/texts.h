@@ -19,6 +19,10 @@ constexpr size_t kShownRanks = 16;
 struct Said {
   struct Group {
     void add(int first, int last);  // after those that it has
+    template <typename Bytes>
+    void fields(Bytes& bytes) {
+      bytes(text, ranks, count);
+    }
 
     std::string text;
     std::vector<std::pair<int, int>> ranks;  // of the job: first and last
@@ -26,6 +30,10 @@ struct Said {
   };
 
   void add(const Said& other);
+  template <typename Bytes>
+  void fields(Bytes& bytes) {
+    bytes(groups, count);
+  }
 
   std::vector<Group> groups;  // in the order of their first ranks
   uint64_t count = 0;         // of ranks, also those whose text is not among these
@@ -39,14 +47,15 @@ struct Texts {
   // What a rank says to a decision.
   Texts(const Decision& decision, const Digest& all, const Report& mine);
   void add(const Texts& other);
+  template <typename Bytes>
+  void fields(Bytes& bytes) {
+    bytes(matters);
+  }
 
   std::vector<Said> matters;
 };
 
 // Completes the decision by what all ranks say.
 void explain(const Digest& all, const Texts& texts, Decision* decision);
-
-std::string encode(const Texts& texts);
-void decode(const std::string& bytes, Texts* texts);
 
 }  // namespace hvd

@@ -4,20 +4,12 @@
 #include <fstream>
 #include <map>
 
-#include "core/base/bytes.h"
 #include "core/gpu/nccl_api.h"
 
 namespace hvd {
 namespace {
 
 const char* name_of(GpuBackend backend) { return backend == GpuBackend::nccl ? "NCCL" : "MPI"; }
-
-// For a Writer or a Reader.
-template <typename Bytes, typename Info>
-void fields(Bytes& bytes, Info& info) {
-  bytes(info.backends, info.machine, info.bus_id, info.nccl_version, info.problem, info.id,
-        info.mpi_knows_gpus, info.shares);
-}
 
 }  // namespace
 
@@ -93,19 +85,6 @@ GpuHandshake negotiate(const std::vector<GpuInfo>& all, const std::vector<int>& 
   }
   result.nccl = true;
   return result;
-}
-
-std::string encode(const GpuInfo& info) {
-  Writer out;
-  fields(out, info);
-  return out.take();
-}
-
-GpuInfo decode_gpu_info(const std::string& bytes) {
-  Reader in(bytes);
-  GpuInfo info;
-  fields(in, info);
-  return info;
 }
 
 }  // namespace hvd

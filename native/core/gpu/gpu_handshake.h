@@ -18,6 +18,11 @@ struct GpuInfo {
   std::string id;       // rank 0: NCCL's name for the set
   bool mpi_knows_gpus = false;
   bool shares = false;  // whether its NCCL lets ranks use the same GPU
+
+  template <typename Bytes>
+  void fields(Bytes& bytes) {
+    bytes(backends, machine, bus_id, nccl_version, problem, id, mpi_knows_gpus, shares);
+  }
 };
 
 struct GpuHandshake {
@@ -29,9 +34,6 @@ struct GpuHandshake {
 
 // The same result on all ranks. `ranks` are numbers in the job, by rank of the set.
 GpuHandshake negotiate(const std::vector<GpuInfo>& all, const std::vector<int>& ranks);
-
-std::string encode(const GpuInfo& info);
-GpuInfo decode_gpu_info(const std::string& bytes);
 
 GpuBackend backend_of(const Settings& settings, Kind kind);
 std::string backends_text(const Settings& settings);

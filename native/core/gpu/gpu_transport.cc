@@ -6,6 +6,7 @@
 #include <thread>
 #include <utility>
 
+#include "core/base/bytes.h"
 #include "core/base/log.h"
 #include "core/gpu/gpu_handshake.h"
 #include "core/gpu/gpu_staging.h"
@@ -273,7 +274,7 @@ Status GpuTransport::handshake(Gpu& gpu, const Waiting& waiting) {
   }
   std::vector<GpuInfo> all;
   for (const std::string& bytes : host_->gather(encode(mine), waiting))
-    all.push_back(decode_gpu_info(bytes));
+    all.push_back(decode<GpuInfo>(bytes));
   const GpuHandshake result = negotiate(all, ranks());
   if (!result.refusal.empty()) return Status::error(Code::failed_precondition, result.refusal);
   if (!result.warning.empty() && rank() == 0) log(LogLevel::warning, result.warning);

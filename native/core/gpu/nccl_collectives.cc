@@ -1,10 +1,8 @@
 #include "core/gpu/nccl_collectives.h"
 
 #include <algorithm>
-#include <cstring>
 #include <map>
 
-#include "core/math/layout.h"
 #include "core/math/loops.h"
 #include "core/request/collectives.h"
 
@@ -63,10 +61,7 @@ Status NcclCollectives::run(Request& request, const Waiting& waiting, const Paus
   const int size = host_.size(), root = host_.number_in_set(request.root);
   Layout layout;
   if (!row.keeps_shape) {
-    const Status status = lay_out(
-        request, host_.rank(), host_.ranks(),
-        [&](const auto& mine) { return host_.gather_numbers(mine, waiting); },
-        [&](const auto& mine) { return host_.exchange_numbers(mine, waiting); }, &layout);
+    const Status status = lay_out(request, host_, waiting, &layout);
     if (!status.ok()) return status;
     allocated();
   }

@@ -84,9 +84,8 @@ std::vector<int64_t> scattered(const Input& input, int size) {
   return begin;
 }
 
-Status lay_out(Request& request, int rank, const std::vector<int>& ranks,
-               const ShareNumbers& gather, const ShareNumbers& exchange, Layout* layout) {
-  const int size = static_cast<int>(ranks.size());
+Status lay_out(Request& request, Transport& transport, const Waiting& waiting, Layout* layout) {
+  const int size = transport.size();
   std::vector<int64_t> mine;
   for (const Input& input : request.inputs)
     if (request.kind == Kind::allgather) mine.push_back(input.shape[0]);
@@ -97,17 +96,19 @@ Status lay_out(Request& request, int rank, const std::vector<int>& ranks,
   request.outputs.assign(request.inputs.size(), nullptr);
   Status status;
   if (request.kind == Kind::allgather) {
-    status = lay_out_gathered(request, gather(mine), size, layout);
+    status = lay_out_gathered(request, transport.gather_numbers(mine, waiting), size, layout);
   } else if (request.kind == Kind::alltoall) {
-    status = lay_out_exchanged(request, mine, exchange(mine), size, layout);
+    status =
+        lay_out_exchanged(request, mine, transport.exchange_numbers(mine, waiting), size, layout);
   } else {
-    status = lay_out_scattered(request, rank, size);
+    status = lay_out_scattered(request, transport.rank(), size);
   }
-  const std::vector<int64_t> failed = gather({status.ok() ? 0 : 1});
+  const std::vector<int64_t> failed = transport.gather_numbers({status.ok() ? 0 : 1}, waiting);
   const auto other = std::find(failed.begin(), failed.end(), 1);
   if (!status.ok() || other == failed.end()) return status;
-  return Status::error(Code::aborted, "rank " + std::to_string(ranks[other - failed.begin()]) +
-                                          " could not allocate the output of " + identity(request));
+  return Status::error(Code::aborted,
+                       "rank " + std::to_string(transport.ranks()[other - failed.begin()]) +
+                           " could not allocate the output of " + identity(request));
 }
 
 void copy_own(const std::vector<Part>& sent, const std::vector<Part>& received, int rank) {

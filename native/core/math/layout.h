@@ -3,11 +3,11 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <vector>
 
 #include "core/base/status.h"
 #include "core/request/request.h"
+#include "core/request/transport.h"
 
 namespace hvd {
 
@@ -32,14 +32,10 @@ struct Layout {
   std::vector<Part> sent, received;            // alltoall
 };
 
-// Allgather or alltoall of numbers, equally many from or for each rank.
-using ShareNumbers = std::function<std::vector<int64_t>(const std::vector<int64_t>& mine)>;
-
 // Lays out an allgather, alltoall or reducescatter, and allocates its outputs. All ranks call it. A
 // rank that cannot allocate its output must not leave the others waiting for its bytes, so its
-// error is an error on all. `ranks`: numbers in the job, by rank of the set.
-Status lay_out(Request& request, int rank, const std::vector<int>& ranks,
-               const ShareNumbers& gather, const ShareNumbers& exchange, Layout* layout);
+// error is an error on all.
+Status lay_out(Request& request, Transport& transport, const Waiting& waiting, Layout* layout);
 
 // What a rank sends to itself.
 void copy_own(const std::vector<Part>& sent, const std::vector<Part>& received, int rank);

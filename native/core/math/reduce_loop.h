@@ -134,7 +134,7 @@ void reduce_as(Reduction reduction, const Factors& factors, const void* const* s
   switch (reduction) {
     case Reduction::average:
     case Reduction::sum:
-    case Reduction::adasum:  // no matter of single elements, see adasum.h; alone it is a sum
+    case Reduction::adasum:  // no matter of single elements, see adasum.cc; alone it is a sum
       return reduce_with<T>(Add(), factors, sources, count, elements, out);
     case Reduction::product:
       return reduce_with<T>(Multiply(), factors, sources, count, elements, out);

@@ -180,11 +180,7 @@ uint64_t fingerprint(const Request& request, const std::string& problem) {
 std::string encode_header(const Request& request) {
   Writer out;
   fields(out, request);
-  out(request.device == kOnHost ? kOnHost : kOnSomeDevice);
-  for (const Input& input : request.inputs) {
-    out(input.dtype, input.shape.size());
-    for (int64_t dim : input.shape) out(dim);
-  }
+  out(request.device == kOnHost ? kOnHost : kOnSomeDevice, request.inputs);
   return out.take();
 }
 
@@ -192,14 +188,7 @@ Request decode_header(const std::string& bytes) {
   Reader in(bytes);
   Request request;
   fields(in, request);
-  in(request.device);
-  while (!in.at_end()) {
-    Input& input = request.inputs.emplace_back();
-    size_t dims = 0;
-    in(input.dtype, dims);
-    input.shape.resize(dims);
-    for (int64_t& dim : input.shape) in(dim);
-  }
+  in(request.device, request.inputs);
   return request;
 }
 

@@ -44,6 +44,10 @@ struct Input {
   Shape shape;
 
   size_t bytes() const { return elements(shape) * size_of(dtype); }
+  template <typename Bytes>
+  void fields(Bytes& bytes) {
+    bytes(dtype, shape);
+  }
 };
 
 struct Request {

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/base/bytes.h"
 #include "core/engine/agreement.h"
 #include "core/engine/texts.h"
 
@@ -34,9 +35,7 @@ struct Decided {
 
 template <typename T>
 T through_bytes(const T& part) {
-  T copy;
-  decode(encode(part), &copy);
-  return copy;
+  return decode<T>(encode(part));
 }
 
 template <typename T>

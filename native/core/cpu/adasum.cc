@@ -1,7 +1,15 @@
-#include "core/math/adasum.h"
+// Adasum (Maleki et al., 2020, https://arxiv.org/abs/2006.02924): adds gradients that point in
+// different directions, averages those that point in the same. Combines each tensor of the ranks
+// pairwise, neighbours first:
+//
+//   a, b ──> (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b
+//
+// Each rank does so with one slice of every rank's tensors; only the dot products need all slices.
+// Any number of ranks: one without a partner waits for the next level.
+#include <functional>
+#include <vector>
 
-#include <utility>
-
+#include "core/cpu/kind_transport.h"
 #include "core/math/loops.h"
 
 namespace hvd {
@@ -43,8 +51,9 @@ void combine(std::vector<Slices>& tensors, const std::function<void(std::vector<
 
 }  // namespace
 
-void adasum(Request& request, int rank, int size, const AdasumMoves& moves) {
+void KindTransport::adasum(Request& request) {
   const size_t n = request.inputs.size();
+  const int size = this->size();
   // The first byte of a rank's slice of a tensor.
   const auto bound = [&](size_t i, int r) {
     const Input& input = request.inputs[i];
@@ -57,21 +66,21 @@ void adasum(Request& request, int rank, int size, const AdasumMoves& moves) {
     char* whole = static_cast<char*>(request.outputs[i]);  // scaled here, sent from here
     loops().reduce(input.dtype, Reduction::sum, {request.prescale, 1, 1}, &input.data, 1,
                    elements(input.shape), whole);
-    const int64_t mine = bound(i, rank + 1) - bound(i, rank);
+    const int64_t mine = bound(i, rank() + 1) - bound(i, rank());
     Slices& tensor = tensors[i];
     tensor.dtype = input.dtype;
     tensor.elements = mine / size_of(input.dtype);
     tensor.memory.resize(mine * size);
     for (int r = 0; r < size; ++r) tensor.of_rank.push_back(tensor.memory.data() + r * mine);
     for (int k = 0; k < size; ++k) {  // each rank starts with a different peer
-      const int r = (rank + k) % size;
+      const int r = (rank() + k) % size;
       sent.push_back({r, whole + bound(i, r), bound(i, r + 1) - bound(i, r)});
       received.push_back({r, tensor.of_rank[r], mine});
     }
   }
-  moves.exchange(sent, received);
+  exchange(sent, received);
   combine(tensors, [&](std::vector<double>& numbers) {
-    const std::vector<double> all = moves.numbers(numbers);
+    const std::vector<double> all = share_numbers(numbers);
     for (size_t k = 0; k < numbers.size(); ++k) {
       numbers[k] = 0;
       for (int r = 0; r < size; ++r) numbers[k] += all[r * numbers.size() + k];
@@ -84,7 +93,7 @@ void adasum(Request& request, int rank, int size, const AdasumMoves& moves) {
                    tensor.elements, tensor.of_rank[0]);
     std::vector<int64_t> sizes;
     for (int r = 0; r < size; ++r) sizes.push_back(bound(i, r + 1) - bound(i, r));
-    moves.gather(result, sizes, request.outputs[i]);
+    gather_bytes(result, sizes, request.outputs[i]);
   }
 }
 
