@@ -119,7 +119,9 @@ def main() -> None:
     build(pathlib.Path(PROGRAM).name)
     if not arguments.mutants:
         ranks = 10_000 if arguments.seeds >= 100_000 else 2500  # 11 GB, or 1
-        subprocess.run([str(BUILD / PROGRAM), "count", str(ranks)], check=True)
+        # Of small pieces: with larger pages it takes two thirds of the time.
+        larger_pages = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+        subprocess.run([str(BUILD / PROGRAM), "count", str(ranks)], check=True, env=larger_pages)
         numbers = [arguments.first, arguments.seeds, os.cpu_count()]
         os.execv(BUILD / PROGRAM, [str(BUILD / PROGRAM), *map(str, numbers)])
     survivors = 0
