@@ -1,5 +1,6 @@
 """How jobs of hvdrun end: exit status, culprit, and nothing left behind."""
 
+import contextlib
 import os
 import re
 import signal
@@ -388,6 +389,31 @@ def test_nothing_survives_a_killed_hvdrun(hvdrun, reaction):
     process.wait(timeout=LIMIT)
     wait_until(lambda: not hvdrun.processes(), "the end of the ranks")
     assert not list(hvdrun.temporary.iterdir())
+
+
+def test_nothing_survives_a_killed_hvdrun_whose_disk_is_full(hvdrun):
+    disk = str(hvdrun.temporary)
+    mount = ["mount", "-t", "tmpfs", "-o", "nr_inodes=100", "none", disk]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        daemon = f"import time; time.sleep({FOREVER})"
+        text = f"""
+            import subprocess
+            subprocess.Popen([sys.executable, "-c", {daemon!r}], start_new_session=True)
+            print("ready")
+            time.sleep({FOREVER})
+            """
+        process = hvdrun.start_ready(2, text)
+        with contextlib.suppress(OSError):
+            for number in range(100):
+                (hvdrun.temporary / f"other-{number}").touch()
+        process.kill()
+        process.wait(timeout=LIMIT)
+        wait_until(lambda: not hvdrun.processes(), "the end of the ranks", 30)
+        assert not list(hvdrun.temporary.glob("hvdrun-*"))
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
 
 
 def test_the_command_dies_with_its_worker(hvdrun):

@@ -48,7 +48,6 @@ class Destination:
         self.unfinished: Stream | None = None  # whose line is unfinished there
         self.waiting = 0  # bytes that are not yet written
         self.error: OSError | None = None  # why nothing can be written
-
         self._changed = changed
         self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -203,7 +202,6 @@ class Output:
         self._drops_notices = not verbose and os.environ.get("TF_CPP_MIN_LOG_LEVEL") != "0"
         self.room = asyncio.Event()  # the reader has read something
         self._failed, self._patient = changed, patient
-
         self._out = Destination(1, self._note)
         self._err = self._out if os.path.sameopenfile(1, 2) else Destination(2, self._note)
         self._prefix = prefix
@@ -246,7 +244,6 @@ class Output:
 
     def _note(self) -> None:
         self.room.set()
-
         if self.error is not None:
             self._failed()
 

@@ -358,10 +358,11 @@ class Worker:
         folder = _folder_path()
         environment["TMPDIR"] = str(folder.parent)
         try:
-            with contextlib.suppress(FileNotFoundError):
-                (folder / "sweep").mkdir()
+            (folder / "sweep").mkdir()
         except FileExistsError:  # another rank's is at work, and removes the folder at its end
             return
+        except OSError:  # there is no folder yet, or the disk is full: several may be at work
+            pass
         subprocess.Popen(command, env=environment, start_new_session=True)
 
     def _stop(self, number: signal.Signals, grace: float) -> None:
