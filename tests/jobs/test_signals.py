@@ -2,8 +2,11 @@
 
 import fcntl
 import os
+import pty
 import signal
 import subprocess
+import sys
+import time
 
 import pytest
 
@@ -78,3 +81,38 @@ def test_hvdruns_own_words_wait_for_no_reader(hvdrun):
     process.terminate()
     assert process.wait(timeout=LIMIT) in (3, 128 + signal.SIGTERM)
     os.close(reader)
+
+
+# A shell that starts a command in the background of its terminal, and later brings it to the front.
+SHELL = """
+import fcntl, os, signal, subprocess, sys, termios, time
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+process = subprocess.Popen(sys.argv[1:], preexec_fn=os.setpgrp)
+while not os.path.exists("fg"): time.sleep(0.05)
+os.tcsetpgrp(0, process.pid)
+sys.exit(process.wait())
+"""
+
+
+def test_input_reaches_a_job_that_was_in_the_background(hvdrun):
+    ours, theirs = pty.openpty()
+    text = "if rank == 0:\n    open('asks', 'w').close()\n    print(input())"
+    job = hvdrun.command("-np", "2", "--oversubscribe", sys.executable, hvdrun.script(text))
+    shell = subprocess.Popen(
+        [sys.executable, "-c", SHELL, *job],
+        cwd=hvdrun.folder,
+        env=hvdrun.environment,
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    wait_until((hvdrun.folder / "asks").exists, "the start of rank 0")
+    time.sleep(0.5)  # an end of the input would be there
+    (hvdrun.folder / "fg").touch()
+    os.write(ours, b"typed\n")
+    out, _ = shell.communicate(timeout=LIMIT)
+    assert (out, shell.returncode) == ("[0] typed\n", 0)
+    os.close(ours)
+    os.close(theirs)

@@ -270,8 +270,11 @@ class Ranks:
                 while more:
                     try:
                         data = os.read(0, PIECE)
-                    except OSError:  # of a folder, or of a terminal in whose background we are
-                        data = b""
+                    except OSError as error:
+                        if error.errno == errno.EIO and os.isatty(0):  # another job has it, for now
+                            time.sleep(limits.CHECK)
+                            continue
+                        data = b""  # nothing can be read, as from a folder
                     more = asyncio.run_coroutine_threadsafe(send(data), loop).result()
 
         threading.Thread(target=pump, daemon=True).start()
