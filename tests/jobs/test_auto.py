@@ -230,6 +230,10 @@ def test_module_arguments_and_command(launcher: Launcher) -> None:
     launcher.script("import sys; print(sys.argv[1:], __name__)", "told.py")
     assert auto(launcher, 2, "-m", "told", "a", "--b").stdout == "['a', '--b'] __main__\n"
     assert auto(launcher, 2, sys.executable, "-u", "told.py", "a").stdout == "['a'] __main__\n"
+    (launcher.folder / "folder").mkdir()
+    launcher.script("import sys; print(sys.argv[1:], __name__, sys.path[:1])", "folder/__main__.py")
+    job = auto(launcher, 2, sys.executable, "folder", "a")
+    assert job.stdout == f"['a'] __main__ ['{launcher.folder}/folder']\n", job.stderr
     job = auto(launcher, 2, "ls")
     assert job.returncode == 2
     assert "expected a Python script or -m module" in job.stderr

@@ -16,6 +16,7 @@ import importlib
 import itertools
 import json
 import os
+import pkgutil
 import re
 import runpy
 import select
@@ -295,8 +296,12 @@ def run(words: list[str]) -> None:
         runpy.run_module(words[1], {"__builtins__": builtins}, "__main__", alter_sys=True)
         return
     sys.argv = words
+    path = os.path.abspath(words[0])
+    if pkgutil.get_importer(path) is not None:  # a folder or a zip file, with a __main__.py
+        runpy.run_path(path, run_name="__main__")
+        return
     main = sys.modules["__main__"] = ModuleType("__main__")
-    main.__file__ = path = os.path.abspath(words[0])
+    main.__file__ = path
     main.__loader__ = loader = SourceFileLoader("__main__", path)
     vars(main).update(__builtins__=builtins, __cached__=None)
     exec(loader.source_to_code(loader.get_data(path), path), main.__dict__)

@@ -358,7 +358,7 @@ class Worker:
         folder = _folder_path()
         environment["TMPDIR"] = str(folder.parent)
         try:
-            (folder / "sweep").mkdir()
+            (folder / f"sweep-{os.uname().nodename}").mkdir()  # hosts may share the folder
         except FileExistsError:  # another rank's is at work, and removes the folder at its end
             return
         except OSError:  # there is no folder yet, or the disk is full: several may be at work
