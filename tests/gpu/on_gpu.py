@@ -133,9 +133,9 @@ def folder() -> pathlib.Path:
 class Log:
     """Prints, and writes to a file, at once."""
 
-    def __init__(self, build: pathlib.Path, only: str) -> None:
+    def __init__(self, build: pathlib.Path) -> None:
         self.build = build
-        self.only = only  # a pattern of the parts' names
+        self.only = ""  # a pattern of the parts' names
         self.path = build / "log.txt"
         self.file = self.path.open("w")
         self.failed: list[str] = []
@@ -317,10 +317,7 @@ def build(log: Log) -> bool:
     configure += ["-DHVD_TENSORFLOW=OFF", "-DHVD_BUILD_TESTS=ON"]
     targets = [f"tests/{name}" for name in (*PROGRAMS, "libhvd_fake_cuda.so")]
     command = [str(found["ninja"]), "-C", str(log.build), "--quiet", *targets]
-    only, log.only = log.only, ""
-    built = log.run("configure", configure) and log.run("build", command, SECONDS / 4)
-    log.only = only
-    return built
+    return log.run("configure", configure) and log.run("build", command, SECONDS / 4)
 
 
 def job(size: int, *command: str) -> list[str]:
@@ -421,7 +418,7 @@ def parts(log: Log, gpus: int, shared: bool, fake: bool) -> None:
         log.leave_out("tests", f"This Python lacks one of {', '.join(needed)}.")
 
 
-def test(log: Log, driver: Driver, fake: int) -> int:
+def test(log: Log, driver: Driver, fake: int, only: str) -> int:
     """The exit status."""
     if fake:
         log.say("ON THE FAKE OF CUDA AND NCCL, NOT ON A GPU: this tries the script.")
@@ -450,6 +447,7 @@ def test(log: Log, driver: Driver, fake: int) -> int:
     log.say(f"CUDA's runtime: {cudart}\nNCCL: {nccl or 'missing'}\nGPUs: {gpus}")
     os.environ |= {"HVD_CUDART_LIBRARY": cudart, "HVD_NCCL_LIBRARY": nccl}
     os.environ.setdefault("NCCL_DEBUG", "WARN")
+    log.only = only
     parts(log, gpus, driver.shared, bool(fake))
     if log.left_out:
         log.say(f"Left out: {'; '.join(log.left_out)}")
@@ -477,9 +475,9 @@ def main() -> int:
         return NO_GPU
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a lost connection ends nothing
-    log = Log(folder(), only)
+    log = Log(folder())
     try:
-        status = test(log, driver, fake)
+        status = test(log, driver, fake, only)
     except KeyboardInterrupt:
         log.say("INTERRUPTED")
         status = INTERRUPTED

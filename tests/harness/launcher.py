@@ -16,6 +16,15 @@ from hvd_keras.launch.onhost.cores import THREAD_VARIABLES
 LIMIT = 180
 FOREVER = 1000
 
+# A sitecustomize.py, with which Python does not find the packages in the variable HIDDEN.
+WITHOUT_HIDDEN = """\
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+hidden = __import__("os").environ["HIDDEN"].split()
+def hide(name, *more): return None if name in hidden else find(name, *more)
+PathFinder.find_spec = hide
+"""
+
 # Rank and size without MPI, for scripts that must not depend on it.
 PRELUDE = """\
 import os, signal, sys, time

@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 
+from tests.harness.launcher import WITHOUT_HIDDEN
 from tests.pytorch.jobs import run
 from tests.unit.test_core import binaries as binaries
 from tests.unit.test_core import fake_cuda as fake_cuda
@@ -153,13 +154,9 @@ def test_the_example_and_its_file_are_for_both_backends(hvdrun) -> None:
     # Else torch leaves an empty folder among the temporary files.
     hvdrun.environment["TORCHINDUCTOR_CACHE_DIR"] = str(hvdrun.folder / "inductor")
     (hvdrun.folder / "hidden").mkdir()
-    (hvdrun.folder / "hidden" / "sitecustomize.py").write_text(
-        "from importlib.machinery import PathFinder\n"
-        "find = PathFinder.find_spec\n"
-        "def hide(name, *more): return None if name == 'tensorflow' else find(name, *more)\n"
-        "PathFinder.find_spec = hide\n"
-    )
+    (hvdrun.folder / "hidden" / "sitecustomize.py").write_text(WITHOUT_HIDDEN)
     without = {**hvdrun.environment, "PYTHONPATH": str(hvdrun.folder / "hidden")}
+    without["HIDDEN"] = "tensorflow"
     on_two = ("-np", "2", "--oversubscribe")
     job = hvdrun.run(*on_two, "--check", env=without)
     assert re.search("PyTorch: .*collectives of 6 kinds on 2 ranks", job.stdout, re.DOTALL), job

@@ -19,6 +19,7 @@ from hvd_keras.launch import command_check
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.start import mpirun
 from hvd_keras.runtime import mpi_library
+from tests.harness.launcher import WITHOUT_HIDDEN
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -165,13 +166,7 @@ def test_without_tensorflow_two_lines_say_what_to_type(
     script = tmp_path / "train.py"
     (block,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
     script.write_text(block)
-    (tmp_path / "sitecustomize.py").write_text(
-        "from importlib.machinery import PathFinder\n"
-        "find = PathFinder.find_spec\n"
-        "hidden = __import__('os').environ['HIDDEN'].split()\n"
-        "def hide(name, *more): return None if name in hidden else find(name, *more)\n"
-        "PathFinder.find_spec = hide\n"
-    )
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_HIDDEN)
     commands = [[str(file)] for file in (script, *sorted((ROOT / "examples").glob("*.py")))]
     hidden = ["tensorflow", "tensorflow keras"]  # TensorFlow brings Keras
     for arguments, names in itertools.product([*commands, ["-m", "hvd_keras.check"]], hidden):

@@ -68,8 +68,8 @@ def _wrap_check_finite(check: Callable[..., Any]) -> Callable[..., Any]:
         if reducer is None or reducer.process_set.size() == 1 or not accumulates:
             return finite
         call: dict[str, Any] = {"process_set": reducer.process_set.id(), "reduction": "Min"}
-        mine = [np.array([bool(finite)])]
-        (everywhere,) = agree.run("allreduce", mine, name="gradients are finite", **call)
+        mine = np.array([bool(finite)])
+        (everywhere,) = agree.run("allreduce", [mine], name="gradients are finite", **call)
         return torch.tensor(bool(everywhere[0]))
 
     return check_on_all_ranks
