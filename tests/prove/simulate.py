@@ -51,12 +51,9 @@ MUTANTS = (
         "if (counters.least(HostCounters::arrived) < published - 1) return false;",
         "",
     ),
-    (f"{CPU}/inter_host.cc", "if (has_received) all_.add(received_);", ""),
-    (
-        f"{CPU}/inter_host.cc",
-        "sources.push_back(terms_.data() + (h + size_ - host_)",
-        "sources.push_back(terms_.data() + (h)",
-    ),
+    (f"{CPU}/inter_host.cc", "all_.summary.add(received_.summary);", ""),
+    (f"{CPU}/inter_host.cc", "(last < beyond_ ? 2 : 1)", "1"),
+    (f"{CPU}/inter_host.cc", "SmallAllgather::place(h, host_, size_) * bytes_", "h * bytes_"),
     (
         f"{CPU}/kind_transport.cc",
         "std::count(failed.begin(), failed.end(), 0) == size()",

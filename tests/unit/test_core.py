@@ -102,7 +102,7 @@ def test_loops_for_newer_cpus_are_called_by_nobody_else(binaries: pathlib.Path) 
 @pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("size", "transport"),
-    [*TRANSPORTS, (4, "grid"), (3, "reduction")],
+    [*TRANSPORTS, (4, "grid")],
 )
 def test_engine(binaries: pathlib.Path, size: int, transport: str) -> None:
     job = ranks.mpirun(size, str(binaries / "engine_test"), transport, timeout=120)

@@ -88,8 +88,7 @@ ClusterTransport::ClusterTransport(std::unique_ptr<MpiTransport>* mpi, MPI_Comm 
   // By the number of the host, so that all slices are summed in the same order.
   HVD_MPI(
       MPI_Comm_split(all, local_rank_ < leaders_ ? local_rank_ : MPI_UNDEFINED, host_, &across_));
-  if (local_rank_ == 0)
-    proposals_ = std::make_unique<ProposalExchange>(across_, (*mpi)->few(), kAgreementTag);
+  if (local_rank_ == 0) proposals_ = std::make_unique<ProposalExchange>(across_, kAgreementTag);
   mpi_ = std::move(*mpi);
 }
 
@@ -155,8 +154,8 @@ std::optional<Agreement> ClusterTransport::agree(const Proposal& mine, const Req
 void ClusterTransport::propose(const Proposal& mine, const Request* next) {
   ProposalExchange::Message& message = shared(local_rank_).mine;
   message.summary = Summary(mine, rank());
-  const bool few = hosts_ <= mpi_->few();
-  along_ = next && few ? small_group(*next, ProposalExchange::kMostAlong) : std::nullopt;
+  const int64_t most = ProposalExchange::most_along(hosts_);
+  along_ = next && most > 0 ? small_group(*next, most) : std::nullopt;
   if (along_) along_->in.copy_to(message.along, along_->in.left());
   memory_->counters().advance(HostCounters::arrived, 2 * agreements_++ + 1);
   proposed_ = true;
@@ -169,32 +168,25 @@ bool ClusterTransport::has_agreed(const Request* next, bool* progressed) {
   const uint64_t published = 2 * agreements_;
   if (counters.least(HostCounters::arrived, 1) >= published) return true;
   if (local_rank_ != 0) return false;
-  std::pair<Factors, Factors> factors;
-  if (along_) factors = factors_of_stages(*next, along_->dtype, Allreduce::direct);
-  std::vector<const void*> terms;
-  const auto sum = [&](const Factors& scaled, char* out) {
-    if (along_)
-      loops().reduce(along_->dtype, next->reduction, scaled, terms.data(),
-                     static_cast<int>(terms.size()), along_->out.left() / size_of(along_->dtype),
-                     out);
+  const auto sum = [&](bool of_hosts, int count, const auto& term, char* out) {
+    if (!along_) return;
+    const auto [within, between] = factors_of_stages(*next, along_->dtype, Allreduce::direct);
+    std::vector<const void*> terms;
+    for (int i = 0; i < count; ++i) terms.push_back(term(i));
+    loops().reduce(along_->dtype, next->reduction, of_hosts ? between : within, terms.data(), count,
+                   along_->out.left() / size_of(along_->dtype), out);
   };
   if (!proposals_->started()) {
     if (counters.least(HostCounters::arrived) < published - 1) return false;
-    ProposalExchange::Message& host = proposals_->mine();
-    host.summary = Summary();
-    for (int r = 0; r < local_size_; ++r) {
-      host.summary.add(shared(r).mine.summary);
-      terms.push_back(shared(r).mine.along);
-    }
-    sum(factors.first, host.along);
-    proposals_->start();
+    ProposalExchange::Message host;
+    for (int r = 0; r < local_size_; ++r) host.summary.add(shared(r).mine.summary);
+    sum(false, local_size_, [&](int r) { return shared(r).mine.along; }, host.along);
+    proposals_->start(host, along_ ? along_->out.left() : 0);
     *progressed = true;
   }
   *progressed |= proposals_->advance();
   if (!proposals_->done()) return false;
-  terms.clear();
-  for (int h = 0; h < hosts_ && along_; ++h) terms.push_back(proposals_->along(h));
-  sum(factors.second, shared(0).all.along);
+  sum(true, hosts_, [&](int h) { return proposals_->along(h); }, shared(0).all.along);
   shared(0).all.summary = proposals_->all();
   proposals_->end();
   counters.advance(HostCounters::arrived, published);

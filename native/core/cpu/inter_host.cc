@@ -99,8 +99,13 @@ class Direct : public InterHostExchange {
   bool gathering_ = false;
 };
 
+// Allgather of small blocks in ceil(log2 N) steps for N ranks, each of one message from each rank.
+// With a power of two ranks, the two of a pair exchange (recursive doubling), so that TCP
+// acknowledges a message by the answer; with others, ranks send around (Bruck et al., 1997,
+// https://doi.org/10.1109/71.642949).
 class SmallAllgather : public InterHostExchange {
  public:
+  // `blocks` has room for N, of `bytes` each; this rank's comes first.
   SmallAllgather(MPI_Comm ranks, void* blocks, int64_t bytes, int tag)
       : InterHostExchange(ranks),
         blocks_(static_cast<char*>(blocks)),
@@ -111,6 +116,11 @@ class SmallAllgather : public InterHostExchange {
     step();
   }
 
+  // The place of a rank's block in those of another rank.
+  static int place(int of, int rank, int size) {
+    return in_pairs(size) ? of ^ rank : (of + size - rank) % size;
+  }
+
   bool advance() override {
     if (done_ || !all_complete()) return false;
     step();
@@ -118,13 +128,17 @@ class SmallAllgather : public InterHostExchange {
   }
 
  private:
+  static bool in_pairs(int size) { return (size & (size - 1)) == 0; }
+
   // Doubles the blocks that a rank has.
   void step() {
     const int have = have_;
     have_ = std::min(2 * have, size_);
     done_ = have == size_;
-    receive(blocks_ + have * bytes_, (have_ - have) * bytes_, (rank_ + have) % size_, tag_);
-    send(blocks_, (have_ - have) * bytes_, (rank_ + size_ - have) % size_, tag_);
+    const int64_t more = (have_ - have) * bytes_;
+    const bool pairs = in_pairs(size_);
+    receive(blocks_ + have * bytes_, more, pairs ? rank_ ^ have : (rank_ + have) % size_, tag_);
+    send(blocks_, more, pairs ? rank_ ^ have : (rank_ + size_ - have) % size_, tag_);
   }
 
   char* const blocks_;
@@ -144,7 +158,7 @@ class Gathered : public InterHostExchange {
         size_(ranks_in(hosts)),
         terms_(size_ * bytes_) {
     std::copy_n(slice.data, bytes_, terms_.data());
-    gathering_ = new_small_allgather(hosts, terms_.data(), bytes_, tag);
+    gathering_ = std::make_unique<SmallAllgather>(hosts, terms_.data(), bytes_, tag);
     end();
   }
 
@@ -159,7 +173,7 @@ class Gathered : public InterHostExchange {
     if (!gathering_->done()) return;
     std::vector<const void*> sources;
     for (int h = 0; h < size_; ++h)
-      sources.push_back(terms_.data() + (h + size_ - host_) % size_ * bytes_);
+      sources.push_back(terms_.data() + SmallAllgather::place(h, host_, size_) * bytes_);
     loops().reduce(slice_.dtype, slice_.reduction, slice_.factors, sources.data(), size_,
                    slice_.elements, slice_.data);
     done_ = true;
@@ -168,7 +182,7 @@ class Gathered : public InterHostExchange {
   const Slice slice_;
   const int64_t bytes_;
   const int host_, size_;
-  std::vector<char> terms_;  // of new_small_allgather()
+  std::vector<char> terms_;  // of SmallAllgather
   std::unique_ptr<InterHostExchange> gathering_;
 };
 
@@ -194,67 +208,81 @@ struct Groups {
 
 }  // namespace
 
-std::unique_ptr<InterHostExchange> new_small_allgather(MPI_Comm ranks, void* blocks, int64_t bytes,
-                                                       int tag) {
-  return std::make_unique<SmallAllgather>(ranks, blocks, bytes, tag);
-}
-
-ProposalExchange::ProposalExchange(MPI_Comm hosts, int few, int tag)
+ProposalExchange::ProposalExchange(MPI_Comm hosts, int tag)
     : Messages(hosts),
-      comm_(hosts),
-      few_(few),
       tag_(tag),
       host_(rank_in(hosts)),
       size_(ranks_in(hosts)),
-      messages_(is_few() ? size_ : 1) {}
+      power_(1 << std::ilogb(size_)),
+      beyond_(size_ - power_) {}
 
-void ProposalExchange::start() {
+void ProposalExchange::start(const Message& mine, int64_t along) {
   started_ = true;
   done_ = false;
   step_ = 0;
-  if (!is_few()) return step_of_many();
-  gathering_ = new_small_allgather(comm_, messages_.data(), sizeof(Message), tag_);
-  done_ = gathering_->done();
+  along_ = along;
+  all_.summary = mine.summary;
+  std::copy_n(mine.along, along, all_.along + place(host_) * along);
+  step();
 }
 
 bool ProposalExchange::advance() {
-  if (done_ || !(is_few() ? gathering_->advance() : all_complete())) return false;
-  if (is_few())
-    done_ = gathering_->done();
-  else
-    step_of_many();
+  if (done_ || !all_complete()) return false;
+  step();
   return true;
 }
 
-Summary ProposalExchange::all() const {
-  if (!is_few()) return all_;
-  Summary all;
-  for (const Message& message : messages_) all.add(message.summary);
-  return all;
+// Where a host's terms are in a part. A host's own are followed by those of the host beyond that it
+// stands for, so all that it has gathered lie side by side.
+int ProposalExchange::place(int host) const {
+  return host < power_ ? host + std::min(host, beyond_) : place(host - power_) + 1;
 }
 
-// Hosts beyond a power of two give their summary to others, and get that of all in the end.
-void ProposalExchange::step_of_many() {
-  const int levels = std::ilogb(size_), power = 1 << levels, beyond = size_ - power;
-  const auto exchange = [this](bool sends, bool receives, int other) {
-    sent_ = all_;
-    if (receives) receive(&received_, sizeof received_, other, tag_);
-    if (sends) send(&sent_, sizeof sent_, other, tag_);
-  };
-  const int step = step_++;
-  if (step == 0) all_ = mine().summary;
-  if (host_ >= power) {
-    if (step == 0) return exchange(true, true, host_ - power);
-    all_ = received_;
-    done_ = true;
+ProposalExchange::Places ProposalExchange::places(int first, int hosts) const {
+  const int last = first + hosts - 1;
+  return {place(first), place(last) + (last < beyond_ ? 2 : 1)};
+}
+
+void ProposalExchange::send_part(const Places& places, int to) {
+  sent_.summary = all_.summary;
+  std::copy_n(all_.along + places.begin * along_, bytes(places), sent_.along);
+  send(&sent_, static_cast<int64_t>(sizeof sent_.summary) + bytes(places), to, tag_);
+}
+
+void ProposalExchange::receive_part(const Places& places, int from) {
+  coming_ = places;
+  receive(&received_, sizeof received_, from, tag_);  // at most
+}
+
+void ProposalExchange::add_received() {
+  all_.summary.add(received_.summary);
+  std::copy_n(received_.along, bytes(coming_), all_.along + coming_.begin * along_);
+}
+
+void ProposalExchange::step() {
+  const int levels = std::ilogb(size_), step = step_++;
+  const bool stands_for_another = host_ < beyond_;
+  if (host_ >= power_) {
+    if (step == 0) {
+      receive_part({0, size_}, host_ - power_);
+      send_part({place(host_), place(host_) + 1}, host_ - power_);
+    } else {
+      all_.summary = Summary();
+      add_received();
+      done_ = true;
+    }
     return;
   }
-  const bool has_received = step == 1 ? host_ < beyond : step > 1 && step <= levels + 1;
-  if (has_received) all_.add(received_);
-  if (step == 0 && host_ < beyond) exchange(false, true, host_ + power);
-  if (step > 0 && step <= levels) exchange(true, true, host_ ^ (1 << (step - 1)));
-  if (step == levels + 1 && host_ < beyond) exchange(true, false, host_ + power);
-  done_ = step == levels + 2;
+  if (step == 1 ? stands_for_another : step > 1 && step <= levels + 1) add_received();
+  if (step == 0 && stands_for_another)
+    receive_part({place(host_) + 1, place(host_) + 2}, host_ + power_);
+  if (step > 0 && step <= levels) {
+    const int hosts = 1 << (step - 1), first = host_ & -hosts;
+    receive_part(places(first ^ hosts, hosts), host_ ^ hosts);
+    send_part(places(first, hosts), host_ ^ hosts);
+  }
+  if (step == levels + 1 && stands_for_another) send_part({0, size_}, host_ + power_);
+  done_ = step == levels + (stands_for_another ? 2 : 1);
 }
 
 // A grid is the direct exchange within groups of hosts, and of their sums between groups: four

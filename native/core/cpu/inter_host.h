@@ -6,6 +6,7 @@
 
 #include <mpi.h>
 
+#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -44,34 +45,25 @@ class InterHostExchange : protected Messages {
 std::unique_ptr<InterHostExchange> new_inter_host_allreduce(Allreduce algorithm, MPI_Comm hosts,
                                                             const Slice& slice, int tag);
 
-// Allgather of small blocks in ceil(log2 N) steps for N ranks, each of one message from each rank
-// (Bruck et al., 1997, https://doi.org/10.1109/71.642949). `blocks` has room for N, of `bytes`
-// each: this rank's comes first, and those of the ranks after it follow, and then of rank 0 and the
-// next.
-std::unique_ptr<InterHostExchange> new_small_allgather(MPI_Comm ranks, void* blocks, int64_t bytes,
-                                                       int tag);
-
 // What the hosts (or ranks) of a communicator propose, and their terms of tiny sums, which travel
-// along. Each step takes one message of each host, to one other: few hosts gather the messages of
-// all, many reduce the summaries by recursive doubling, in up to two steps more (Thakur et al.,
-// 2005, https://doi.org/10.1177/1094342005051521). Used again and again.
+// along. By recursive doubling the hosts reduce the summaries and gather the terms, in log2 H steps
+// of one message from each host, and two more if H is no power of two (Thakur et al., 2005,
+// https://doi.org/10.1177/1094342005051521). Used again and again.
 class ProposalExchange : protected Messages {
  public:
-  // What travels along, at most: larger requests pay for these bytes, too.
   static constexpr int64_t kMostAlong = 128;
   struct Message {
     Summary summary;
     char along[kMostAlong];
   };
 
-  ProposalExchange(MPI_Comm hosts, int few, int tag);
+  ProposalExchange(MPI_Comm hosts, int tag);
 
-  bool is_few() const { return size_ <= few_; }
-  int hosts() const { return size_; }
+  // How many bytes of each host travel along, at most.
+  static int64_t most_along(int hosts) { return std::min(kMostAlong, kMostOfAll / hosts); }
 
-  // Of this host, to fill before start().
-  Message& mine() { return messages_[0]; }
-  void start();
+  // `along`: how many do, the same on all hosts if they propose the same.
+  void start(const Message& mine, int64_t along);
   void end() { started_ = false; }
   bool started() const { return started_; }
 
@@ -79,19 +71,34 @@ class ProposalExchange : protected Messages {
   bool advance();
   bool done() const { return done_; }
 
-  // Of all, until the next start().
-  Summary all() const;
-  // Of few hosts, until the next start().
-  const char* along(int host) const { return messages_[(host + size_ - host_) % size_].along; }
+  // Of all hosts, until the next start().
+  const Summary& all() const { return all_.summary; }
+  // Of any host, until the next start(), if all propose the same.
+  const char* along(int host) const { return all_.along + place(host) * along_; }
 
  private:
-  void step_of_many();
+  static constexpr int64_t kMostOfAll = 2 << 10;
+  struct Part {  // the summary and the terms of some hosts
+    Summary summary;
+    char along[kMostOfAll];
+  };
+  struct Places {
+    int begin, end;
+  };
 
-  const MPI_Comm comm_;
-  const int few_, tag_, host_, size_;
-  std::vector<Message> messages_;  // of few: of new_small_allgather()
-  std::unique_ptr<InterHostExchange> gathering_;
-  Summary all_, sent_, received_;  // of many
+  void step();
+  int place(int host) const;
+  Places places(int first, int hosts) const;
+  int64_t bytes(const Places& places) const { return (places.end - places.begin) * along_; }
+  void send_part(const Places& places, int to);
+  void receive_part(const Places& places, int from);
+  void add_received();
+
+  // `power_` hosts exchange. The `beyond_` others give to them what they have, and get the result.
+  const int tag_, host_, size_, power_, beyond_;
+  Part all_, sent_, received_;
+  Places coming_ = {0, 0};  // in received_
+  int64_t along_ = 0;
   int step_ = 0;
   bool started_ = false, done_ = false;
 };

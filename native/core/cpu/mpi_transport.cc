@@ -47,11 +47,10 @@ std::string host_name() {
 
 MpiTransport::MpiTransport(MPI_Comm communicator, std::vector<int> ranks, int few)
     : ranks_(std::move(ranks)),
-      few_(few),
       communicator_(duplicate(communicator)),
       rank_(rank_in(communicator_)),
       waiter_(std::make_unique<MpiWaiter>(communicator_, ranks_, few)),
-      proposals_(communicator_, few, kTag) {
+      proposals_(communicator_, kTag) {
   const Waiting patient = [](double, const Missing&) { return std::string(); };
   for (const std::string& name : gather(host_name(), patient)) {
     if (hosts_.empty() || hosts_.back() != name) hosts_.push_back(name);
@@ -99,12 +98,13 @@ bool MpiTransport::is_brief(const Request& request) {
 
 void MpiTransport::propose(const Proposal& mine, const Request* next) {
   waiter_->next_step();
-  ProposalExchange::Message& message = proposals_.mine();
+  ProposalExchange::Message message;
   message.summary = Summary(mine, rank_);
-  along_ =
-      next && proposals_.is_few() ? small_group(*next, ProposalExchange::kMostAlong) : std::nullopt;
-  if (along_) along_->in.copy_to(message.along, along_->in.left());
-  proposals_.start();
+  const int64_t most = ProposalExchange::most_along(size());
+  along_ = next && most > 0 ? small_group(*next, most) : std::nullopt;
+  const int64_t bytes = along_ ? along_->in.left() : 0;
+  if (along_) along_->in.copy_to(message.along, bytes);
+  proposals_.start(message, bytes);
 }
 
 Agreement MpiTransport::agreed(const Summary& all, const Proposal& mine, const Waiting& waiting) {

@@ -9,7 +9,7 @@
 // Each element is summed once, by one rank, in rank order: all ranks hold the same bits and a rerun
 // repeats them, whatever algorithms MPI picks.
 //
-// The tensors of a tiny allreduce travel with the proposals of few ranks, and every rank sums all
+// The tensors of a tiny allreduce travel with the ranks' proposals, and every rank sums all
 // of them. The steps of an agreement grow with the logarithm of the ranks' number.
 //
 // Nothing blocks in MPI: each wait can end with an error that names who is missing.
@@ -31,7 +31,7 @@ namespace hvd {
 
 class MpiTransport : public KindTransport {
  public:
-  // Up to so many ranks, or hosts, get the tiny tensors of all.
+  // Up to so many ranks tell each other of themselves when they wait.
   static constexpr int kFewRanks = 64;
 
   // Duplicates the communicator, collectively. `ranks` are its members' ranks in the job; `few` is
@@ -58,7 +58,6 @@ class MpiTransport : public KindTransport {
     waiting_ = waiting;
   }
   void allreduce(Request& request) override;
-  int few() const { return few_; }
   static bool is_brief(const Request& request);
   void broadcast(Request& request) override;
   void reducescatter(const Request& request, size_t i) override;
@@ -78,7 +77,6 @@ class MpiTransport : public KindTransport {
   void wait(Exchange& exchange);
 
   const std::vector<int> ranks_;
-  const int few_;
   MPI_Comm communicator_;
   const int rank_;
   std::vector<std::string> hosts_;  // of each run of ranks

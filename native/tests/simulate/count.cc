@@ -21,8 +21,8 @@ constexpr int kMostWithAll = 1024;
 constexpr int kLeastRanks = 32;
 // The most by which a figure may grow when there are four times as many ranks: as the square root.
 constexpr double kMostGrowth = 2.1;
-// What is less is no growth: the proposals of 64 hosts, of which more send summaries, take 11 KiB.
-constexpr uint64_t kFew = 64, kFewBytes = 14 << 10;
+// What is less is no growth.
+constexpr uint64_t kFew = 64, kFewBytes = 4 << 10;
 
 struct Case {
   const char* name;

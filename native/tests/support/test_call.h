@@ -74,20 +74,18 @@ inline void store(DType dtype, double number, void* data, int64_t index) {
   }
 }
 
-// By name: all over MPI, in the way of few ranks or of many; one host, with or without GPUs; or as
-// if ranks 0 and 1 were one host, 2 and 3 another, and so on, with one of the algorithms between
-// them. In a grid each rank is a host.
+// By name: all over MPI; one host, with or without GPUs; or as if ranks 0 and 1 were one host, 2
+// and 3 another, and so on, with one of the algorithms between them. In a grid each rank is a host.
 inline std::unique_ptr<Transport> new_transport(MPI_Comm communicator, std::vector<int> ranks,
                                                 Settings settings = {}) {
   static const std::map<std::string, Allreduce> algorithms = {{"cluster", Allreduce::automatic},
                                                               {"grid", Allreduce::grid}};
-  const int few = transport == "reduction" ? 1 : MpiTransport::kFewRanks;
-  auto mpi = std::make_unique<MpiTransport>(communicator, std::move(ranks), few);
+  auto mpi = std::make_unique<MpiTransport>(communicator, std::move(ranks));
   const auto algorithm = algorithms.find(transport);
   const int local = algorithm == algorithms.end() ? size : transport == "grid" ? 1 : 2;
   const auto host_of = [&](int of_rank) { return of_rank / local; };
   std::unique_ptr<Transport> found;
-  if (transport == "mpi" || transport == "reduction" || mpi->size() == 1) {
+  if (transport == "mpi" || mpi->size() == 1) {
     found = std::move(mpi);
   } else if (host_of(mpi->ranks().front()) == host_of(mpi->ranks().back())) {
     found = std::make_unique<HostTransport>(&mpi);
