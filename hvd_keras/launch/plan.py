@@ -10,6 +10,7 @@ from hvd_keras.launch import options
 from hvd_keras.launch.job_spec import JobSpec
 from hvd_keras.launch.onhost import process, worker
 from hvd_keras.launch.onhost.cores import thread_settings, usable_cores
+from hvd_keras.launch.start.all_hosts import Facts
 from hvd_keras.launch.start.dialects import VARIABLES, Start
 from hvd_keras.launch.start.hosts import Host, count, describe
 from hvd_keras.launch.start.network import common_network
@@ -22,7 +23,12 @@ class Placement:
     """The hosts of one start, with the number of ranks of each."""
 
     hosts: Sequence[Host]
-    names: Mapping[str, str]  # the user's names, by the hosts' own; in a job here alone, ""
+    facts: Facts  # of the hosts, if they were asked; in a job here alone, of ""
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The user's names of the hosts, by the hosts' own."""
+        return {facts["host"]: name for name, facts in self.facts.items()}
 
     @property
     def size(self) -> int:
@@ -32,7 +38,7 @@ class Placement:
     def describe(self) -> str:
         """Describe it in words, such as "2 ranks on this host, 1 core each"."""
         ranks = f"{self.size} rank{'s' * (self.size != 1)}"
-        if "" not in self.names.values():
+        if "" not in self.facts:
             return f"{ranks} on {describe(self.hosts)}"
         cores = max(1, usable_cores() // self.size)
         each = " each" * (self.size != 1)

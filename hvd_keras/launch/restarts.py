@@ -8,19 +8,20 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from hvd_keras.launch import errors, options
 from hvd_keras.launch.errors import UsageError, say, say_once
 from hvd_keras.launch.follow.outcome import Verdict
 from hvd_keras.launch.follow.output import Output
-from hvd_keras.launch.follow.supervise import Signals, cancel, wait_for
+from hvd_keras.launch.follow.supervise import Signals, wait_for
 from hvd_keras.launch.job_spec import JobSpec
 from hvd_keras.launch.onhost import limits
 from hvd_keras.launch.plan import Placement
 from hvd_keras.launch.run_job import Job
 from hvd_keras.launch.start import all_hosts, hosts
+from hvd_keras.launch.start.all_hosts import Facts
 from hvd_keras.launch.start.hosts import Host
 
 
@@ -56,34 +57,24 @@ async def _run(spec: JobSpec, signals: Signals, output: Output) -> Verdict:
     commits = Path.cwd() / f"hvd-commits-{secrets.token_hex(4)}"
     if given.max_restarts and "HVD_COMMITS" not in os.environ:
         given.settings["HVD_COMMITS"] = str(commits)
-    seen: asyncio.Task[all_hosts.Look] | None = None
-
-    def look_ahead() -> None:  # while the clean-up goes on
-        nonlocal seen
-        if not spec.is_local and given.max_restarts and signals.stop is None:
-            seen = asyncio.create_task(_look_again(spec))
-
-    verdict = await Job(spec, placement, signals, output, look_ahead).run()
+    verdict = await Job(spec, placement, signals, output).run()
     pause = 0.0
     for number in range(1, given.max_restarts + 1):
         if verdict.status == 0 or output.error or not await signals.sleep(pause):
             break
         if not spec.is_local:
-            if pause or seen is None or spec.lost:  # what was seen may be no longer so
-                await cancel(seen)
-                seen = asyncio.create_task(_look_again(spec))
-            placement = await signals.heed(_replace(spec, size, least, seen))
+            # The clean-up has just reached its hosts, unless there was a pause.
+            known = {} if pause or spec.lost else placement.facts
+            placement = await signals.heed(_replace(spec, size, least, known))
             if placement is None:
                 break
         ranks = placement.size
         where = "" if spec.is_local else f" on {hosts.describe(placement.hosts)}"
         say(f"restart {number} of {given.max_restarts}: {ranks} rank{'s' * (ranks != 1)}{where}")
         start = time.monotonic()
-        seen = None
-        verdict = await Job(spec, placement, signals, output, look_ahead).run()
+        verdict = await Job(spec, placement, signals, output).run()
         is_quick = time.monotonic() < start + limits.QUICK
         pause = min(2 * pause or limits.FIRST_PAUSE, limits.LONGEST_PAUSE) if is_quick else 0.0
-    await cancel(seen)
     if verdict.status == 0:
         shutil.rmtree(commits, ignore_errors=True)
         await _sweep_lost(spec, signals, limits.SILENCE)
@@ -119,16 +110,16 @@ async def place(spec: JobSpec, look: bool = True) -> Placement:
     limit = time.monotonic() + spec.options.wait_for_hosts
     found = await spec.wanted()
     if spec.is_local:
-        return Placement(found, {socket.gethostname(): ""})
-    names = {host.name: host.name for host in found}
+        return Placement(found, {"": {"host": socket.gethostname()}})
+    facts: Facts = {}
     if look or any(host.slots is None for host in found):
-        while (seen := await _look(spec, found)).away and look and time.monotonic() < limit:
+        while (seen := await _look(spec, found, {})).away and look and time.monotonic() < limit:
             say_once(f"waiting for {', '.join(seen.away)} (--wait-for-hosts)")
             await asyncio.sleep(limits.WAIT_AGAIN)
             found = await spec.wanted()
         if seen.problems:
             raise UsageError("\n".join(f"{name} {text}" for name, text in seen.problems.items()))
-        found, names = seen.hosts, seen.names
+        found, facts = seen.hosts, seen.facts
     slots = hosts.count(found)
     size = spec.options.size or slots
     if size > slots and not spec.options.oversubscribe:
@@ -136,31 +127,32 @@ async def place(spec: JobSpec, look: bool = True) -> Placement:
             f"-np got {size}, but the hosts have {slots} slots ({hosts.describe(found)}); expected "
             f"at most {slots}, more slots with -H, or --oversubscribe"
         )
-    return Placement(hosts.share(found, size), names)
+    return _share(found, size, facts)
 
 
-async def _look(spec: JobSpec, wanted: Sequence[Host]) -> all_hosts.Look:
+def _share(found: Sequence[Host], size: int, facts: Facts) -> Placement:
+    """Place ranks on these hosts."""
+    chosen = hosts.share(found, size)
+    return Placement(chosen, {host.name: facts[host.name] for host in chosen if facts})
+
+
+async def _look(spec: JobSpec, wanted: Sequence[Host], known: Facts) -> all_hosts.Look:
+    """Look at these hosts, of which some are known."""
     per_host, by_gpus = spec.options.per_host, spec.options.size == options.AUTO
-    return await all_hosts.look(wanted, spec.reach, spec.command[0], per_host, by_gpus=by_gpus)
+    program = spec.command[0]
+    return await all_hosts.look(wanted, spec.reach, program, per_host, known, by_gpus=by_gpus)
 
 
-async def _look_again(spec: JobSpec) -> all_hosts.Look:
-    """Look at the hosts before a restart."""
-    try:
-        wanted = await spec.wanted()
-    except UsageError as error:  # the hosts' list may be there again soon
-        wanted = []
-        say_once(f"no hosts: {error}")
-    return await _look(spec, wanted)
-
-
-async def _replace(
-    spec: JobSpec, size: int, least: int, look: Awaitable[all_hosts.Look]
-) -> Placement | None:
+async def _replace(spec: JobSpec, size: int, least: int, known: Facts) -> Placement | None:
     """Place the ranks for a restart; None if too few hosts answer for too long."""
     limit = time.monotonic() + spec.options.restart_timeout
     while True:
-        seen = await look
+        wanted: Sequence[Host] = []
+        try:
+            wanted = await spec.wanted()
+        except UsageError as error:  # the hosts' list may be there again soon
+            say_once(f"no hosts: {error}")
+        seen = await _look(spec, wanted, known)
         # Processes may still run on a host that was lost.
         back = spec.lost & set(seen.facts)
         away = await all_hosts.sweep_hosts(back, spec.reach, spec.jobs, 0.0)
@@ -170,10 +162,10 @@ async def _replace(
         slots = hosts.count(seen.hosts)
         if slots >= least or (slots and spec.options.oversubscribe):
             ranks = size if spec.options.oversubscribe else min(size, slots)
-            return Placement(hosts.share(seen.hosts, ranks), seen.names)
+            return _share(seen.hosts, ranks, seen.facts)
         if time.monotonic() >= limit:
             there = f"the hosts that answer have {slots} slots"
             say(f"no restart: {there}, and {least} are needed (--min-np)")
             return None
         await asyncio.sleep(limits.LOOK_AGAIN)
-        look = _look_again(spec)
+        known = {}

@@ -71,11 +71,9 @@ class Job:
         placement: Placement,
         signals: Signals,
         output: Output,
-        has_failed: Callable[[], None],
     ) -> None:
         self._spec, self._options, self._placement = spec, spec.options, placement
         self._signals, self._output = signals, output
-        self._has_failed = has_failed  # is called before the clean-up after a failure
         self._number = secrets.token_hex(8)
         self._hosts = [host.name for host in placement.hosts]
         self._mpirun_text = b""
@@ -191,9 +189,6 @@ class Job:
         spec = self._spec
         self._place = _place(self._directory / POSTMORTEM, self._placement.size)
         self._ranks.note_silence()
-        statuses = [report.status for report in self._ranks.reports.values()]
-        if statuses != [0] * self._placement.size:
-            self._has_failed()
         grace = 0.0 if self._signals.hurry else limits.SWEEP_GRACE
         names = None if spec.is_local else self._hosts
         lost = await all_hosts.sweep_hosts(names, spec.reach, [self._number], grace)

@@ -91,7 +91,8 @@ class Signals:
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        await cancel(task)
+        task.cancel()
+        await asyncio.wait([task])
         return None
 
 
@@ -100,10 +101,3 @@ async def wait_for(event: asyncio.Event, seconds: float) -> None:
     event.clear()
     with contextlib.suppress(asyncio.TimeoutError):
         await asyncio.wait_for(event.wait(), seconds)
-
-
-async def cancel(task: asyncio.Future[Any] | None) -> None:
-    """Cancel a task and wait for its end."""
-    if task is not None:
-        task.cancel()
-        await asyncio.wait([task])

@@ -15,20 +15,17 @@ from hvd_keras.launch.start.remote_shell import Answer, Reach, ask_all
 # What must have the same version on all hosts.
 _PROGRAMS = ("Python", "hvd_keras", "TensorFlow", "Keras")
 
+Facts = Mapping[str, Mapping[str, Any]]  # what `host_facts` says of each host
+
 
 @dataclass(frozen=True)
 class Look:
     """What was found, by host name."""
 
-    facts: Mapping[str, Mapping[str, Any]]  # of each host that answered
+    facts: Facts  # of each host that answered
     problems: Mapping[str, str]
     away: Sequence[str]  # hosts that could not be reached; each has a problem
     hosts: Sequence[Host]  # those without problems, with the number of ranks that each takes
-
-    @property
-    def names(self) -> dict[str, str]:
-        """The user's names of the hosts, by the hosts' own."""
-        return {facts["host"]: name for name, facts in self.facts.items()}
 
 
 async def look(
@@ -36,17 +33,19 @@ async def look(
     reach: Reach,
     program: str,
     per_host: int | None,
+    known: Facts,
     *,
     by_gpus: bool,
 ) -> Look:
-    """Ask each host for its facts and compare them with ours.
+    """Ask each host for its facts, unless they are `known`, and compare them with ours.
 
     A host that has no number of ranks gets `per_host`, or one for each GPU or core there.
     """
     directory = os.getcwd()
-    names = [host.name for host in hosts]
+    names = [host.name for host in hosts if host.name not in known]
     answers = await ask_all(names, reach, host_facts, ["-I", "-", directory, program])
-    facts = {name: json.loads(answer.text) for name, answer in answers.items() if answer.text}
+    facts = {host.name: known[host.name] for host in hosts if host.name in known}
+    facts |= {name: json.loads(answer.text) for name, answer in answers.items() if answer.text}
     own = host_facts.look(directory, program)
     problems = {
         name: problem
