@@ -225,8 +225,7 @@ class Job:
         return self._mpirun.poll() is not None
 
     def _all_over(self) -> bool:
-        reports = self._ranks.reports
-        return len(reports) == self._ranks.size and self._ranks.over()
+        return all(report.over for report in self._ranks.reports)
 
     def _must_end(self) -> bool:
         return (
@@ -261,14 +260,15 @@ class Job:
             mpirun_status = self._mpirun.returncode
             was_killed = mpirun_status < 0 and not self._stopping
             if was_killed:  # its daemons died of that
-                for report in reports.values():
+                for report in reports:
                     report.orphaned = float("inf")
-            size = self._ranks.size
-            verdict = judge(reports, size, mpirun_status, lost, was_killed=was_killed)
+            verdict = judge(reports, mpirun_status, lost, was_killed=was_killed)
             if self._ranks.problem:
                 lines = [self._ranks.problem, *verdict.lines[1:]]
                 verdict = Verdict(1, lines, explained=False)
-        if not verdict.explained or (verdict.status != 0 and not reports):
+        if not verdict.explained or (
+            verdict.status != 0 and not any(report.started for report in reports)
+        ):
             self._output.write_raw(self._mpirun_text)
         text = ""
         if verdict.culprit is not None:

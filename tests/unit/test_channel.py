@@ -259,7 +259,7 @@ async def test_what_hvdrun_cannot_keep_ends_the_job(tmp_path: Path) -> None:
     _, link = await join(address)
     shutil.rmtree(tmp_path)  # stands for a full disk
     link.send(result=base64.b64encode(b"pickle").decode())
-    await until(lambda: ranks.reports and ranks.reports[0].gone | bool(ranks.problem))
+    await until(lambda: ranks.reports[0].gone | bool(ranks.problem))
     assert ranks.check()
     assert ranks.problem.startswith("cannot store what rank 0 has sent: [Errno 2] No such file")
     await ranks.close()
@@ -308,7 +308,7 @@ async def test_a_function_waits_for_slow_workers_where_it_is(tmp_path: Path) -> 
     (tmp_path / FUNCTION).write_bytes(bytes(64 << 20))
     ranks, address = await listen(tmp_path, 1, call=tmp_path)
     worker, _ = await join(address)
-    await until(lambda: ranks.reports)
+    await until(lambda: ranks.reports[0].started)
     await asyncio.sleep(0.5)
     assert ranks._peers[0]._writer.transport.get_write_buffer_size() < 8 << 20
     worker.close()
@@ -322,7 +322,7 @@ async def test_a_worker_that_is_stopped_ends_the_job(tmp_path: Path, monkeypatch
     ranks, address = await listen(tmp_path, 2)
     stopped, _ = await join(address, 0)
     _, link = await join(address, 1)
-    await until(lambda: len(ranks.reports) == 2)
+    await until(lambda: all(report.started for report in ranks.reports))
     await asyncio.sleep(0.5)
     assert not ranks.check()  # the other rank may still need it
     link.send(report={"status": 0, "stopped": False, "by_signal": False})

@@ -9,60 +9,59 @@ from hvd_keras.launch.onhost.limits import TIE
 from hvd_keras.runtime.settings import FOLLOWERS, MPI_LOST
 
 
-def gone(time: float, status: int | None = None) -> Report:
-    return Report(status, time, False, gone=True, host="server")
+def gone(rank: int, time: float, status: int | None = None) -> Report:
+    return Report(rank, status, time, gone=True, host="server")
 
 
 def test_a_report_counts_more_than_an_end_without_one_just_before() -> None:
-    reports = {0: gone(10.0), 1: gone(10.0 + TIE / 2, -signal.SIGSEGV)}
-    assert judge(reports, 2, 1).lines[0] == "rank 1 on server failed first: killed by SIGSEGV"
-    reports = {0: gone(10.0), 1: gone(10.0 + 2 * TIE, -signal.SIGSEGV)}
-    assert judge(reports, 2, 1).lines[0].startswith("rank 0 on server failed first: killed before")
+    reports = [gone(0, 10.0), gone(1, 10.0 + TIE / 2, -signal.SIGSEGV)]
+    assert judge(reports, 1).lines[0] == "rank 1 on server failed first: killed by SIGSEGV"
+    reports = [gone(0, 10.0), gone(1, 10.0 + 2 * TIE, -signal.SIGSEGV)]
+    assert judge(reports, 1).lines[0].startswith("rank 0 on server failed first: killed before")
 
 
 def test_ranks_that_were_asked_to_end_have_not_succeeded() -> None:
     """Even if they trap SIGTERM, save their work and exit with 0."""
-    reports = {rank: Report(0, 10.0, True) for rank in range(2)}
-    verdict = judge(reports, 2, -signal.SIGKILL)
+    reports = [Report(rank, 0, 10.0, True) for rank in range(2)]
+    verdict = judge(reports, -signal.SIGKILL)
     assert verdict.status == 137
     assert verdict.lines == [
         "the job did not complete; mpirun ended with killed by SIGKILL",
         "ranks 0, 1: exit status 0 after it was asked to end",
     ]
-    assert judge(reports, 2, 0).status == 1
+    assert judge(reports, 0).status == 1
     reports[0].stopped = False
     assert (
-        judge(reports, 2, 0).lines[0]
-        == "rank 0 exited (status 0) while the others were still running"
+        judge(reports, 0).lines[0] == "rank 0 exited (status 0) while the others were still running"
     )
 
 
 def test_ranks_killed_together_have_no_culprit() -> None:
-    verdict = judge({0: gone(10.5), 1: gone(10.0), 2: gone(10.9)}, 3, 1)
+    verdict = judge([gone(0, 10.5), gone(1, 10.0), gone(2, 10.9)], 1)
     assert verdict.lines[0] == (
         "ranks 0, 1, 2 were killed at the same moment, before they could report; it is not known "
         "which failed first"
     )
     assert (verdict.status, verdict.culprit) == (137, None)
-    verdict = judge({0: gone(10.0 + 2 * TIE), 1: gone(10.0)}, 2, 1)
+    verdict = judge([gone(0, 10.0 + 2 * TIE), gone(1, 10.0)], 1)
     assert verdict.lines[0].startswith("rank 1 on server failed first: killed before")
 
 
 @pytest.mark.parametrize("status", sorted(FOLLOWERS))
 def test_a_script_may_use_the_statuses_of_ranks_that_follow_others(status: int) -> None:
     """They tell that another rank is to blame only where hvd_keras or MPI has chosen them."""
-    reports = {0: Report(None, 9.0, False), 1: Report(status, 10.0, False)}
+    reports = [Report(0, None, 9.0), Report(1, status, 10.0)]
 
     def culprit(*marks: str) -> int | None:
         reports[1].marks, reports[1].phase = set(), ""
         for mark in marks:
             reports[1].note(mark)
         reports[1].time = 10.0
-        return judge(reports, 2, status).culprit
+        return judge(reports, status).culprit
 
     assert culprit("asked-for") == 1
-    assert judge(reports, 2, status).lines[0] == f"rank 1 failed first: exit status {status}"
-    assert judge(reports, 2, status).status == status
+    assert judge(reports, status).lines[0] == f"rank 1 failed first: exit status {status}"
+    assert judge(reports, status).status == status
     assert culprit("arrived") is None
     # By its number alone, what Open MPI does to a rank cannot be told from what a script does.
     assert culprit("arrived", "joined") == (None if status == MPI_LOST else 1)
@@ -72,11 +71,11 @@ def test_a_script_may_use_the_statuses_of_ranks_that_follow_others(status: int) 
 
 
 def test_a_killed_mpirun_is_named_and_not_who_lost_a_connection_by_that() -> None:
-    lost, other = gone(10.0, MPI_LOST), Report(-signal.SIGTERM, 10.1, True, host="server")
+    lost, other = gone(0, 10.0, MPI_LOST), Report(1, -signal.SIGTERM, 10.1, True, host="server")
     for mark in ("arrived", "joined"):
         lost.note(mark)
     lines = [
-        judge({0: lost, 1: other}, 2, -signal.SIGKILL, was_killed=was_killed).lines[0]
+        judge([lost, other], -signal.SIGKILL, was_killed=was_killed).lines[0]
         for was_killed in (True, False)
     ]
     assert lines[0] == "the job did not complete; mpirun ended with killed by SIGKILL"
@@ -84,98 +83,98 @@ def test_a_killed_mpirun_is_named_and_not_who_lost_a_connection_by_that() -> Non
 
 
 def test_a_rank_that_hangs_inside_mpi_is_named_by_the_waiting_ranks() -> None:
-    def report(status: int | None, *marks: str, **more) -> Report:
-        made = Report(status, 10.0, False, host="server", **more)
+    def report(rank: int, status: int | None, *marks: str, **more) -> Report:
+        made = Report(rank, status, host="server", **more)
         for mark in marks:
             made.note(mark)
         return made
 
     waited = (75, "arrived")
-    reports = {0: report(*waited), 1: report(None, "arrived", gone=True), 2: report(*waited)}
-    for one in reports.values():
+    reports = [report(0, *waited), report(1, None, "arrived", gone=True), report(2, *waited)]
+    for one in reports:
         one.time = 10.0
     told = "ranks 0, 2 timed out waiting for another rank; rank 1 on server has not "
     reports[1].time = 20.0
-    assert judge(reports, 3, 75).lines[0] == told + "returned from hvd.init()"
-    reports[1] = report(None, gone=True)
+    assert judge(reports, 75).lines[0] == told + "returned from hvd.init()"
+    reports[1] = report(1, None, gone=True)
     reports[1].time = 20.0
-    assert judge(reports, 3, 75).lines[0] == told + "called hvd.init()"
+    assert judge(reports, 75).lines[0] == told + "called hvd.init()"
     for rank, status in ((0, 75), (1, None), (2, 75)):
-        reports[rank] = report(status, "arrived", "joined", "leaving", gone=status is None)
+        reports[rank] = report(rank, status, "arrived", "joined", "leaving", gone=status is None)
         reports[rank].time = 20.0 if rank == 1 else 10.0
-    assert judge(reports, 3, 75).lines[0] == told + "returned from MPI_Finalize"
+    assert judge(reports, 75).lines[0] == told + "returned from MPI_Finalize"
 
 
 def test_a_job_that_cannot_succeed_ends_when_its_reason_is_known() -> None:
     def report(status: int | None, *marks: str, time: float = 10.0, stopped: bool = False):
-        made = Report(status, time, stopped)
+        made = Report(0, status, time, stopped)
         for mark in marks:
             made.note(mark)
         made.time = time
         return made
 
     running = report(None, "arrived", "joined")
-    assert not time_to_end({0: running, 1: report(0)}, 1000.0)  # no MPI: it may be done
-    assert not time_to_end({0: running, 1: report(0, "joined", "ended")}, 1000.0)
-    assert time_to_end({0: running, 1: report(0, "joined")}, 10.0)
-    assert time_to_end({0: running, 1: report(3)}, 10.0)
+    assert not time_to_end([running, report(0)], 1000.0)  # no MPI: it may be done
+    assert not time_to_end([running, report(0, "joined", "ended")], 1000.0)
+    assert time_to_end([running, report(0, "joined")], 10.0)
+    assert time_to_end([running, report(3)], 10.0)
     # MPI_Init waits for a rank that has ended.
-    assert not time_to_end({0: report(None, "arrived"), 1: report(0)}, 11.0)
-    assert time_to_end({0: report(None, "arrived"), 1: report(0)}, 20.0)
+    assert not time_to_end([report(None, "arrived"), report(0)], 11.0)
+    assert time_to_end([report(None, "arrived"), report(0)], 20.0)
     # The culprit may need time to end.
-    assert not time_to_end({0: running, 1: report(76, "joined", "follows")}, 30.0)
-    assert time_to_end({0: running, 1: report(76, "joined", "follows")}, 50.0)
-    assert time_to_end({0: running, 1: report(75, "joined", "follows")}, 20.0)
-    assert time_to_end({0: running, 1: report(-15, "joined", stopped=True)}, 12.0)
+    assert not time_to_end([running, report(76, "joined", "follows")], 30.0)
+    assert time_to_end([running, report(76, "joined", "follows")], 50.0)
+    assert time_to_end([running, report(75, "joined", "follows")], 20.0)
+    assert time_to_end([running, report(-15, "joined", stopped=True)], 12.0)
 
 
 def test_a_signal_to_one_worker_is_the_cause() -> None:
-    reports = {
-        0: Report(-signal.SIGTERM, 12.0, True),
-        1: Report(-signal.SIGTERM, 10.0, True, by_signal=True),
-    }
-    verdict = judge(reports, 2, 143)
+    reports = [
+        Report(0, -signal.SIGTERM, 12.0, True),
+        Report(1, -signal.SIGTERM, 10.0, True, by_signal=True),
+    ]
+    verdict = judge(reports, 143)
     assert verdict.lines[0].startswith("rank 1 failed first: a signal that hvdrun did not send")
     assert verdict.status == 143
 
 
 def test_ranks_that_have_not_joined_are_named_if_they_have_ended_well() -> None:
-    def ended(*marks: str, status: int = 0, stopped: bool = False) -> Report:
-        return Report(status, 10.0, stopped, marks=set(marks))
+    def ended(rank: int, *marks: str, status: int = 0, stopped: bool = False) -> Report:
+        return Report(rank, status, 10.0, stopped, marks=set(marks))
 
-    together = {rank: ended("asked-for", "joined") for rank in range(3)}
-    assert describe_apart(together, 3) == ""
+    together = [ended(rank, "asked-for", "joined") for rank in range(3)]
+    assert describe_apart(together) == ""
     # A rank that fails may do so before hvd.init(); one that is asked to end has not run for long.
-    others = {3: ended(status=1), 4: ended(stopped=True)}
-    assert describe_apart(together | others, 5) == ""
-    said = describe_apart(together | others | {5: ended("asked-for")}, 6)
+    others = [ended(3, status=1), ended(4, stopped=True)]
+    assert describe_apart(together + others) == ""
+    said = describe_apart([*together, *others, ended(5, "asked-for")])
     assert said.startswith("rank 5 has not completed hvd.init(), and has run without")
-    assert describe_apart({0: ended(), 1: ended()}, 2).startswith("no rank has completed")
-    assert describe_apart({0: ended()}, 1) == ""
+    assert describe_apart([ended(0), ended(1)]).startswith("no rank has completed")
+    assert describe_apart([ended(0)]) == ""
     # hvd.init(comm=[0, 1]): the script has chosen.
-    chosen = {rank: ended("joined", "chosen") for rank in range(2)}
-    assert describe_apart(chosen | {2: ended()}, 3) == ""
+    chosen = [ended(rank, "joined", "chosen") for rank in range(2)]
+    assert describe_apart([*chosen, ended(2)]) == ""
 
 
 def test_a_reported_failure_comes_before_a_host_that_only_the_clean_up_has_missed() -> None:
     """The ranks there may have been killed because of it; not if the host was silent before."""
-    reports = {0: Report(3, 10.0, False, host="a"), 1: Report(None, 11.0, False, host="b")}
-    verdict = judge(reports, 2, 1, ["b"])
+    reports = [Report(0, 3, 10.0, host="a"), Report(1, None, 11.0, host="b")]
+    verdict = judge(reports, 1, ["b"])
     assert verdict.lines[0] == "rank 0 on a failed first: exit status 3"
     assert (verdict.status, verdict.culprit) == (3, 0)
     reports[1].lost = "silent"
-    assert judge(reports, 2, 1, ["b"]).lines[0].startswith("lost b with rank 1: the network")
-    assert judge(reports, 2, 1).lines[0] == "rank 0 on a failed first: exit status 3"
+    assert judge(reports, 1, ["b"]).lines[0].startswith("lost b with rank 1: the network")
+    assert judge(reports, 1).lines[0] == "rank 0 on a failed first: exit status 3"
     reports[0].status = None
     reports[1].lost = ""
-    assert judge(reports, 2, 1, ["b"]).lines[0].startswith("lost b with rank 1: the network")
+    assert judge(reports, 1, ["b"]).lines[0].startswith("lost b with rank 1: the network")
 
 
 def test_a_daemon_that_died_first_may_be_reported_after_a_rank_that_failed_because_of_it() -> None:
-    reports = {0: Report(3, 10.0, False, host="a"), 1: Report(3, 10.1, False, host="b")}
+    reports = [Report(0, 3, 10.0, host="a"), Report(1, 3, 10.1, host="b")]
     reports[1].orphaned = 10.0 + TIE / 2
-    verdict = judge(reports, 2, 1)
+    verdict = judge(reports, 1)
     assert verdict.lines[0] == "mpirun's daemon on b died first, above rank 1"
     assert (verdict.status, verdict.culprit) == (1, None)
     reports[1].orphaned = 10.0 + 2 * TIE
-    assert judge(reports, 2, 1).lines[0] == "rank 0 on a failed first: exit status 3"
+    assert judge(reports, 1).lines[0] == "rank 0 on a failed first: exit status 3"

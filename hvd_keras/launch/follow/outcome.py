@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,13 +23,15 @@ _FOLLOWED = {
 class Report:
     """The state of one rank."""
 
-    status: int | None  # its exit status, as in `subprocess`; None while it is unknown
-    time: float  # when that was last reported
-    stopped: bool  # it was asked to end
+    rank: int
+    status: int | None = None  # its exit status, as in `subprocess`; None while it is unknown
+    time: float = field(default_factory=time.monotonic)  # when that was last reported
+    stopped: bool = False  # it was asked to end
     marks: set[str] = field(default_factory=set)  # what `settings.tell_hvdrun` has marked
     phase: str = ""  # the latest of these that is one of PHASES
     by_signal: bool = False  # a signal to its worker was the first to ask
     host: str = ""  # in a job on several
+    started: bool = True  # its worker has connected
     gone: bool = False  # its worker has ended
     lost: str = ""  # how the connection was lost, as text
     # When mpirun's daemon there was found dead, before the rank was asked to end.
@@ -57,6 +59,8 @@ class Report:
 
     def describe(self, why_ended: str = "hvdrun") -> str:
         """Return the rank's state as text; `why_ended` says who ended those that were asked to."""
+        if not self.started:
+            return "did not start"
         if self.status is None and self.lost:
             return f"lost: {self.lost}"
         if self.status is None:
@@ -81,35 +85,30 @@ class Verdict:
     asked: bool = False  # a rank has used hvd_keras
 
 
-def first_failure(reports: dict[int, Report]) -> int | None:
+def first_failure(reports: Collection[Report]) -> Report | None:
     """Return the rank that failed first, and not because of another rank; None if there is none."""
     # Ranks that mpirun ended because of it were asked to end, or have not reported an end.
     ended = _ended(reports)
-    failed = [rank for rank in ended if reports[rank].status and not reports[rank].follows]
+    failed = [one for one in ended if one.status and not one.follows]
     # A rank that vanished without a report failed first, or mpirun killed it because of another
     # rank's end, of which mpirun may learn before we do.
-    ends = [reports[rank].time for rank in ended] + [reports[rank].time - TIE for rank in failed]
-    first_end = min(ends, default=float("inf"))
-    failed += _vanished(reports, first_end)
-    return min(failed, key=lambda rank: reports[rank].time, default=None)
+    ends = [one.time for one in ended] + [one.time - TIE for one in failed]
+    failed += _vanished(reports, min(ends, default=float("inf")))
+    return min(failed, key=lambda one: one.time, default=None)
 
 
-def _vanished(reports: dict[int, Report], latest: float) -> list[int]:
+def _vanished(reports: Collection[Report], latest: float) -> list[Report]:
     """Ranks whose workers have ended without a report, before this time."""
-    return [
-        rank
-        for rank, report in reports.items()
-        if report.status is None and report.gone and report.time < latest
-    ]
+    return [one for one in reports if one.status is None and one.gone and one.time < latest]
 
 
-def time_to_end(reports: dict[int, Report], now: float) -> bool:
+def time_to_end(reports: Collection[Report], now: float) -> bool:
     """Whether the job cannot succeed any more, and what can be known of the reason is known."""
     if first_failure(reports) is not None:
         return True
     # MPI_Init waits for all ranks.
-    waits = any(one.phase == "arrived" and now - one.time > GRACE for one in reports.values())
-    for report in reports.values():
+    waits = any(one.phase == "arrived" and now - one.time > GRACE for one in reports)
+    for report in reports:
         since = now - report.time
         # It cannot have been hvdrun, which has not yet asked for the end. The others may be asked
         # by the same signal.
@@ -125,101 +124,84 @@ def time_to_end(reports: dict[int, Report], now: float) -> bool:
     return False
 
 
-def _ended(reports: dict[int, Report]) -> list[int]:
-    return [
-        rank for rank, report in reports.items() if report.status is not None and not report.stopped
-    ]
+def _ended(reports: Collection[Report]) -> list[Report]:
+    return [one for one in reports if one.status is not None and not one.stopped]
 
 
 def judge(
-    reports: dict[int, Report],
-    size: int,
+    reports: Collection[Report],
     mpirun_status: int,
     lost_hosts: Collection[str] = (),
     *,
     was_killed: bool = False,
 ) -> Verdict:
-    """Judge a job of `size` ranks that ended without a request from outside.
+    """Judge a job that ended without a request from outside, by the reports of all its ranks.
 
     mpirun's status counts only if the reports do not decide, or if it `was_killed`, not by hvdrun:
     ranks may lose their connections because of that. If one of `lost_hosts`, which could
     not be reached at the end, was silent before, failures of other ranks are consequences.
     """
-    apart, asked = describe_apart(reports, size), any(report.marks for report in reports.values())
+    apart, asked = describe_apart(reports), any(one.marks for one in reports)
     # A script that was asked to end may save its work and exit with 0; it has not finished.
-    early = [rank for rank in _ended(reports) if reports[rank].status == 0]
-    if len(early) == size:
+    early = [one for one in _ended(reports) if one.status == 0]
+    if len(early) == len(reports):
         return Verdict(0, [], apart=apart, asked=asked)
 
-    def verdict(status: int, cause: str, **more: Any) -> Verdict:
-        others = _describe_others(reports, size, more.get("culprit"))
+    def verdict(status: int, cause: str, named: Report | None = None, **more: Any) -> Verdict:
+        others = _describe_others(reports, named)
         return Verdict(status, [cause, *others], apart=apart, asked=asked, **more)
 
     culprit = first_failure(reports)
     # A rank that has reported its failure comes before a host that only the clean-up has missed.
-    is_known = culprit is not None and reports[culprit].status is not None
-    on_lost = [
-        rank
-        for rank, report in reports.items()
-        if report.host in lost_hosts and (report.lost or not is_known)
-    ]
+    is_known = culprit is not None and culprit.status is not None
+    on_lost = [one for one in reports if one.host in lost_hosts and (one.lost or not is_known)]
     if on_lost:
-        hosts = sorted({reports[rank].host for rank in on_lost})
-        cause = f"lost {' and '.join(hosts)} with {names(on_lost)}: the network or the host failed"
-        return verdict(1, cause)
-    orphan = min(reports, key=lambda rank: reports[rank].orphaned, default=None)
+        hosts = " and ".join(sorted({one.host for one in on_lost}))
+        return verdict(1, f"lost {hosts} with {names(on_lost)}: the network or the host failed")
+    orphan = min(reports, key=lambda one: one.orphaned)
     # mpirun, which ends the other ranks because of that, may be faster than the report of it.
-    if orphan is not None and reports[orphan].orphaned < (
-        float("inf") if culprit is None else reports[culprit].time + TIE
-    ):
-        host = reports[orphan].host
-        return verdict(1, f"mpirun's daemon on {host} died first, above {names([orphan])}")
-    if culprit is not None and reports[culprit].status is None:
-        together = _vanished(reports, reports[culprit].time + TIE)
+    if orphan.orphaned < (float("inf") if culprit is None else culprit.time + TIE):
+        return verdict(1, f"mpirun's daemon on {orphan.host} died first, above {names([orphan])}")
+    if culprit is not None:
+        together = _vanished(reports, culprit.time + TIE) if culprit.status is None else []
         if together[1:]:  # as when SLURM kills a step
             cause = (
-                f"{names(sorted(together))} were killed at the same moment, before they could "
-                "report; it is not known which failed first"
+                f"{names(together)} were killed at the same moment, before they could report; it "
+                "is not known which failed first"
             )
             return verdict(_shell_status(-signal.SIGKILL), cause, explained=False)
-    if culprit is not None:
-        report = reports[culprit]
-        status = -signal.SIGKILL if report.status is None else report.status
-        how = report.describe() if report.status is None else _describe_status(status)
-        if report.status == -signal.SIGKILL:
+        status = -signal.SIGKILL if culprit.status is None else culprit.status
+        how = culprit.describe() if culprit.status is None else _describe_status(status)
+        if culprit.status == -signal.SIGKILL:
             how += " (out of memory? see dmesg)"
-        cause = f"{names([culprit], [report.host])} failed first: {how}"
-        return verdict(_shell_status(status), cause, culprit=culprit)
+        cause = f"{names_and_hosts([culprit])} failed first: {how}"
+        return verdict(_shell_status(status), cause, culprit, culprit=culprit.rank)
     if early:
         return verdict(1, f"{names(early)} exited (status 0) while the others were still running")
-    followers = {rank: reports[rank].status for rank in _ended(reports) if reports[rank].follows}
-    if waited := [rank for rank, status in followers.items() if status == WAITED_IN_VAIN]:
-        known = _describe_absent(reports, waited[0]) or "the error above names that rank"
+    followers = [one for one in _ended(reports) if one.follows]
+    if waited := [one for one in followers if one.status == WAITED_IN_VAIN]:
+        known = _describe_absent(reports, waited[0].phase) or "the error above names that rank"
         cause = f"{names(waited)} timed out waiting for another rank; {known}"
-        return verdict(WAITED_IN_VAIN, cause, waiting=waited[0])
-    lost = [rank for rank, status in followers.items() if status == MPI_LOST]
+        return verdict(WAITED_IN_VAIN, cause, waiting=waited[0].rank)
+    lost = [one for one in followers if one.status == MPI_LOST]
     if lost and not was_killed:
         cause = f"{names(lost)} lost the connection to another rank"
         return verdict(MPI_LOST, cause, explained=False)
-    hit = [rank for rank, report in reports.items() if report.stopped and report.by_signal]
-    if hit and len(hit) < size:
+    hit = [one for one in reports if one.stopped and one.by_signal]
+    if hit and len(hit) < len(reports):
         cause = f"{names(hit)} failed first: a signal that hvdrun did not send asked it to end"
         return verdict(128 + signal.SIGTERM, cause)
     cause = f"the job did not complete; mpirun ended with {_describe_status(mpirun_status)}"
     return verdict(_shell_status(mpirun_status) or 1, cause, explained=False)
 
 
-def describe_apart(reports: dict[int, Report], size: int) -> str:
+def describe_apart(reports: Collection[Report]) -> str:
     """Say which of several ranks have ended well outside of the job; empty if none has."""
-    apart = [
-        rank
-        for rank, report in sorted(reports.items())
-        if report.status == 0 and not report.stopped and "joined" not in report.marks
-    ]
+    apart = [one for one in _ended(reports) if one.status == 0 and "joined" not in one.marks]
     # With a `comm` of some ranks, the script has chosen which ones join.
-    if size == 1 or not apart or any("chosen" in report.marks for report in reports.values()):
+    if len(reports) == 1 or not apart or any("chosen" in one.marks for one in reports):
         return ""
-    if len(apart) == size:
+    if len(apart) == len(reports):
         return (
             "no rank has completed hvd.init(), so these were separate runs, which trained separate "
             "models and overwrote each other's files if they wrote any"
@@ -231,39 +213,37 @@ def describe_apart(reports: dict[int, Report], size: int) -> str:
     )
 
 
-def _describe_absent(reports: dict[int, Report], waiting: int) -> str:
-    """Say which ranks were not where this one waited inside MPI; empty if it waited elsewhere."""
-    there = reports[waiting].phase
-    if there not in ("arrived", "leaving"):
+def _describe_absent(reports: Collection[Report], phase: str) -> str:
+    """Say which ranks were not where one waited inside MPI; empty if it waited elsewhere."""
+    if phase not in ("arrived", "leaving"):
         return ""
-    absent = [rank for rank, report in reports.items() if not report.phase]
-    what = "not called hvd.init()"
+    absent, what = [one for one in reports if not one.phase], "not called hvd.init()"
     if not absent:
-        absent = [rank for rank, r in reports.items() if not r.follows and r.phase == there]
-        what = "not returned from " + ("hvd.init()" if there == "arrived" else "MPI_Finalize")
+        absent = [one for one in reports if not one.follows and one.phase == phase]
+        what = "not returned from " + ("hvd.init()" if phase == "arrived" else "MPI_Finalize")
     if not absent:
         return ""
-    there = names(absent, [reports[rank].host for rank in absent])
-    return f"{there} {'have' if absent[1:] else 'has'} {what}"
+    return f"{names_and_hosts(absent)} {'have' if absent[1:] else 'has'} {what}"
 
 
-def names(ranks: Sequence[int], hosts: Iterable[str] = ()) -> str:
-    """Return "rank 1" or "ranks 1, 2 on server1 and server2"; this host has an empty name."""
-    place = " and ".join(sorted({*hosts} - {""}))
-    text = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-    return f"{text} on {place}" if place else text
+def names(reports: Sequence[Report]) -> str:
+    """Return "rank 1" or "ranks 1, 2"."""
+    return f"rank{'s' * (len(reports) > 1)} {', '.join(str(one.rank) for one in reports)}"
 
 
-def _describe_others(reports: dict[int, Report], size: int, culprit: int | None) -> list[str]:
-    ender = "hvdrun" if culprit is None else f"hvdrun because rank {culprit} failed"
-    states: dict[tuple[str, str], list[int]] = {}
-    for rank in range(size):
-        if rank != culprit:
-            report = reports.get(rank)
-            state = report.describe(ender) if report else "did not start"
-            host = report.host if report else ""
-            states.setdefault((state, host), []).append(rank)
-    return [f"{names(ranks, [host])}: {state}" for (state, host), ranks in states.items()]
+def names_and_hosts(reports: Sequence[Report]) -> str:
+    """Return "ranks 1, 2 on server1 and server2"; this host has an empty name."""
+    hosts = " and ".join(sorted({one.host for one in reports} - {""}))
+    return names(reports) + (f" on {hosts}" if hosts else "")
+
+
+def _describe_others(reports: Collection[Report], culprit: Report | None) -> list[str]:
+    ender = "hvdrun" if culprit is None else f"hvdrun because rank {culprit.rank} failed"
+    states: dict[tuple[str, str], list[Report]] = {}
+    for report in reports:
+        if report is not culprit:
+            states.setdefault((report.describe(ender), report.host), []).append(report)
+    return [f"{names_and_hosts(alike)}: {state}" for (state, _), alike in states.items()]
 
 
 def _describe_status(status: int) -> str:

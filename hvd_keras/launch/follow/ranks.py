@@ -12,12 +12,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hvd_keras.launch.errors import refusing
-from hvd_keras.launch.follow.outcome import Report, names
+from hvd_keras.launch.follow.outcome import Report, names_and_hosts
 from hvd_keras.launch.follow.output import Output
 from hvd_keras.launch.follow.statistics import Statistics
 from hvd_keras.launch.follow.supervise import wait_for
@@ -34,9 +34,10 @@ SOCKET = "socket"  # in the job's directory, for a job on this host
 
 
 class _Peer(Connection):
-    """The connection to a worker; or to a stranger, while the rank is negative."""
+    """The connection to a worker; or to a stranger, while it has no report."""
 
-    rank, cores, host = -1, 0, ""
+    report: Report
+    cores = 0
     is_here = False  # on our host
     why = ""  # we have ended the connection
 
@@ -62,9 +63,9 @@ class Ranks:
     has_input: bool  # standard input goes to rank 0
     call: Path | None  # the folder of a call of `hvd_keras.run`
     problem: str = ""  # why the job cannot go on, if the reports do not tell
-    reports: dict[int, Report] = field(default_factory=dict)  # of each rank whose worker was there
 
     def __post_init__(self) -> None:
+        self.reports = [Report(rank, started=False) for rank in range(self.size)]
         self._listeners = [socket.create_server((address, 0)) for address in self.listen_at]
         if not self.listen_at:
             listener = socket.socket(socket.AF_UNIX)
@@ -74,7 +75,7 @@ class Ranks:
                 listener.bind(f"{folder}/{SOCKET}")
             listener.listen(socket.SOMAXCONN)
             self._listeners.append(listener)
-        self._peers: dict[int, _Peer] = {}
+        self._peers: dict[int, _Peer] = {}  # by rank
         self._accepting: list[asyncio.Task[None]] = []
         self._serving: set[asyncio.Task[None]] = set()
         self._function = b""
@@ -158,21 +159,21 @@ class Ranks:
         finally:
             why = peer.why or why  # empty where the worker has ended
             peer.end()
-            if (report := self.reports.get(peer.rank)) is not None:
-                report.gone = True
-                if report.status is None:
-                    report.time = time.monotonic()
+            if peer in self._peers.values():
+                peer.report.gone = True
+                if peer.report.status is None:
+                    peer.report.time = time.monotonic()
                     # A killed worker here may have left something unread, which breaks it as well.
-                    report.lost = "" if peer.is_here else why
-            if peer.rank == 0:
-                self._input_was_read.put_nowait(False)
+                    peer.report.lost = "" if peer.is_here else why
+                if peer.report.rank == 0:
+                    self._input_was_read.put_nowait(False)
             self.changed()
 
     async def _take(self, peer: _Peer, message: dict[str, Any]) -> None:
         """Handle a message."""
-        report = self.reports[peer.rank]
+        report = peer.report
         if "output" in message:
-            stream = self.output.stream(peer.rank, message["output"])
+            stream = self.output.stream(report.rank, message["output"])
             stream.feed(base64.b64decode(message["data"]))
             while self.output.full:
                 await wait_for(self.output.room, limits.CHECK)
@@ -184,8 +185,8 @@ class Ranks:
                 report.note(notice["mark"])
                 self.changed()
             elif "statistics" in notice:
-                host = peer.host or socket.gethostname()
-                self.statistics.take(peer.rank, host, notice["statistics"])
+                host = report.host or socket.gethostname()
+                self.statistics.take(report.rank, host, notice["statistics"])
         elif "input_was_read" in message:
             self._input_was_read.put_nowait(message["input_was_read"])
         elif "orphan" in message:
@@ -194,10 +195,10 @@ class Ranks:
         elif "result" in message:
             assert self.call is not None
             try:
-                with (self.call / f"{RESULT}-{peer.rank}").open("ab") as file:
+                with (self.call / f"{RESULT}-{report.rank}").open("ab") as file:
                     file.write(base64.b64decode(message["result"]))
             except OSError as error:  # a full disk under $TMPDIR
-                self.problem = f"cannot store what rank {peer.rank} has sent: {error}"
+                self.problem = f"cannot store what rank {report.rank} has sent: {error}"
                 raise ProtocolError(str(error)) from error
         elif "report" in message:
             report.time = time.monotonic()
@@ -214,26 +215,25 @@ class Ranks:
         # Before, mpirun would end all ranks because of one, with less patience and without words;
         # and on a host that is cut off a worker cleans up.
         for peer in self._peers.values():
-            if self.reports[peer.rank].status is not None:
+            if peer.report.status is not None:
                 peer.send(end="now")
 
     def _welcome(self, peer: _Peer, rank: int, host: str, cores: int) -> None:
         if rank in self._peers or not 0 <= rank < self.size:
             raise ProtocolError(f"rank {rank} is not expected")
-        peer.rank, peer.host, peer.cores = rank, self.names.get(host, host), cores
-        peer.is_here = host == socket.gethostname()
+        peer.cores, peer.is_here = cores, host == socket.gethostname()
         self._peers[rank] = peer
-        self.reports[rank] = Report(None, time.monotonic(), False, host=peer.host)
+        peer.report = self.reports[rank] = Report(rank, host=self.names.get(host, host))
         if len(self._peers) == self.size:
             self._limit = float("inf")
             self._stop_accepting()
             self._start_all()
 
     def _start_all(self) -> None:
-        ranks = Counter(peer.host for peer in self._peers.values())
+        ranks = Counter(report.host for report in self.reports)
         for peer in self._peers.values():
             threads = thread_settings(
-                ranks[peer.host], os.environ, peer.cores, several_hosts=len(ranks) > 1
+                ranks[peer.report.host], os.environ, peer.cores, several_hosts=len(ranks) > 1
             )
             environment = threads | self._start["environment"]
             self._do(self._start_one(peer, {**self._start, "environment": environment}))
@@ -282,7 +282,7 @@ class Ranks:
     def check(self) -> bool:
         """Look for lost hosts and time limits; returns whether the job cannot go on."""
         now = time.monotonic()
-        left = [peer for rank, peer in self._peers.items() if not self.reports[rank].over]
+        left = [peer for peer in self._peers.values() if not peer.report.over]
         for peer in left:
             if silence(peer.socket) > limits.SILENCE:
                 peer.why = f"silent for {limits.SILENCE:.0f} s"
@@ -292,20 +292,20 @@ class Ranks:
         self._checked = now
         patience = limits.MUTE if len(left) < self.size else 10 * limits.MUTE
         if left and now > max(peer.heard for peer in left) + patience:
-            whose = names([peer.rank for peer in left], {peer.host for peer in left})
+            whose = names_and_hosts([peer.report for peer in left])
             self.problem = (
                 f"hvdrun's processes of {whose} have not answered for {patience:.0f} s; they may "
                 "be stopped"
             )
         if now > self._limit:
             self._limit = float("inf")
-            missing = [str(rank) for rank in range(self.size) if rank not in self._peers]
+            missing = [str(report.rank) for report in self.reports if not report.started]
             self.problem = (
                 f"rank {', '.join(missing)} did not connect within {self.start_timeout:.0f} s "
                 "(--start-timeout)"
             )
         return bool(self.problem) or any(
-            report.lost or report.orphaned < float("inf") for report in self.reports.values()
+            report.lost or report.orphaned < float("inf") for report in self.reports
         )
 
     def tell(self, **message: Any) -> None:
@@ -315,18 +315,17 @@ class Ranks:
 
     def over(self) -> bool:
         """Whether no rank will send anything more."""
-        return all(report.over for report in self.reports.values())
+        return all(report.over for report in self.reports if report.started)
 
     def live(self) -> bool:
         """Whether a worker on a host that answers may still send something."""
         return any(
-            not self.reports[rank].over and silence(peer.socket) < limits.SUSPICION
-            for rank, peer in self._peers.items()
+            not peer.report.over and silence(peer.socket) < limits.SUSPICION
+            for peer in self._peers.values()
         )
 
     def note_silence(self) -> None:
         """Note at the end which hosts are silent; the clean-up shows whether they are lost."""
-        for rank, peer in self._peers.items():
-            report = self.reports[rank]
-            if not report.gone and silence(peer.socket) >= limits.SUSPICION:
-                report.lost = "silent"
+        for peer in self._peers.values():
+            if not peer.report.gone and silence(peer.socket) >= limits.SUSPICION:
+                peer.report.lost = "silent"
