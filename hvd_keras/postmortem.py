@@ -244,7 +244,7 @@ def _differing(
         waiting = [n for n in pending if n not in missing[identity]]
         own = pending[culprits[0]]
         what = f"called {own[0].identity}" if own else _end(ranks[culprits[0]])
-        return culprits, f"{what} while {_names(waiting)} waited for {identity}"
+        return culprits, f"{what} while {names(waiting)} waited for {identity}"
     for identity in identities:
         prints = {
             n: next(r.fingerprint for r in own if r.identity == identity)
@@ -292,7 +292,8 @@ def _end(rank: Rank) -> str:
     return "made no further call" if rank.has_stacks else "was killed or ended without a message"
 
 
-def _names(ranks: Sequence[int]) -> str:
+def names(ranks: Sequence[int]) -> str:
+    """Return "rank 1" or "ranks 1, 2"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
@@ -300,7 +301,7 @@ def conclusion(folder: Path) -> str:
     """Say in words which rank did something else first, and where in its script."""
     ranks = read(folder)
     culprits, what = _find(ranks)
-    lines = [f"{_names(culprits)} {what}"]
+    lines = [f"{names(culprits)} {what}"]
     for rank in culprits:
         if rank in ranks and (where := ranks[rank].where()):
             lines.append(f"  rank {rank} {where}")

@@ -25,7 +25,7 @@ from typing import IO
 from hvd_keras.agents.link import Link
 from hvd_keras.launch.onhost.channel import PIECE, ProtocolError
 from hvd_keras.launch.onhost.limits import DRAIN, GRACE
-from hvd_keras.launch.onhost.process import JOB
+from hvd_keras.launch.onhost.process import JOB, shell_status
 from hvd_keras.launch.onhost.sweep import OWNER, STEP, processes, sweep
 
 # With this after the run's name in their mark, processes are hvdrun and what it has started on its
@@ -46,7 +46,7 @@ def _report(link: Link, process: subprocess.Popen[bytes], relays: list[threading
     for relay in relays:
         relay.join(DRAIN)
     with contextlib.suppress(OSError):  # the client has gone
-        link.send(status=status if status >= 0 else 128 - status)
+        link.send(status=shell_status(status))
 
 
 def _thread(function: Callable[..., None], *arguments: object) -> threading.Thread:

@@ -60,7 +60,9 @@ async def _run(spec: JobSpec, signals: Signals, output: Output) -> Verdict:
     verdict = await Job(spec, placement, signals, output).run()
     pause = 0.0
     for number in range(1, given.max_restarts + 1):
-        if verdict.status == 0 or output.error or not await signals.sleep(pause):
+        if verdict.status == 0 or output.error:
+            break
+        if not await signals.heed(asyncio.sleep(pause, True)):
             break
         if not spec.is_local:
             # The clean-up has just reached its hosts, unless there was a pause.
@@ -96,11 +98,12 @@ async def _sweep_lost(spec: JobSpec, signals: Signals, timeout: float) -> None:
     """Clean up the hosts that could not be reached when the job had ended."""
     limit = time.monotonic() + timeout
     lost, jobs = spec.lost, [*spec.jobs, spec.server]
-    while lost:
+    while lost and signals.stop is None:
         found = await signals.heed(all_hosts.sweep_hosts(lost, spec.reach, jobs, 0.0))
         lost = lost if found is None else found
-        if time.monotonic() >= limit or not await signals.sleep(limits.WAIT_AGAIN):
+        if time.monotonic() >= limit:
             break
+        await signals.heed(asyncio.sleep(limits.WAIT_AGAIN))
     for name in sorted(lost):
         say(f"{name} cannot be reached; processes or files of the job may remain there")
 

@@ -6,7 +6,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hvd_keras import postmortem
 from hvd_keras.launch.onhost.limits import DESERTER_GRACE, GRACE, TIE
+from hvd_keras.launch.onhost.process import shell_status
 from hvd_keras.runtime.settings import DESERTED, FOLLOWERS, MPI_LOST, WAITED_IN_VAIN
 
 # Marks that say where a rank is: inside `hvd.init()`, in the job, inside MPI_Finalize, after it.
@@ -169,13 +171,13 @@ def judge(
                 f"{names(together)} were killed at the same moment, before they could report; it "
                 "is not known which failed first"
             )
-            return verdict(_shell_status(-signal.SIGKILL), cause, explained=False)
+            return verdict(shell_status(-signal.SIGKILL), cause, explained=False)
         status = -signal.SIGKILL if culprit.status is None else culprit.status
         how = culprit.describe() if culprit.status is None else _describe_status(status)
         if culprit.status == -signal.SIGKILL:
             how += " (out of memory? see dmesg)"
         cause = f"{names_and_hosts([culprit])} failed first: {how}"
-        return verdict(_shell_status(status), cause, culprit, culprit=culprit.rank)
+        return verdict(shell_status(status), cause, culprit, culprit=culprit.rank)
     if early:
         return verdict(1, f"{names(early)} exited (status 0) while the others were still running")
     followers = [one for one in _ended(reports) if one.follows]
@@ -192,7 +194,7 @@ def judge(
         cause = f"{names(hit)} failed first: a signal that hvdrun did not send asked it to end"
         return verdict(128 + signal.SIGTERM, cause)
     cause = f"the job did not complete; mpirun ended with {_describe_status(mpirun_status)}"
-    return verdict(_shell_status(mpirun_status) or 1, cause, explained=False)
+    return verdict(shell_status(mpirun_status) or 1, cause, explained=False)
 
 
 def describe_apart(reports: Collection[Report]) -> str:
@@ -228,7 +230,7 @@ def _describe_absent(reports: Collection[Report], phase: str) -> str:
 
 def names(reports: Sequence[Report]) -> str:
     """Return "rank 1" or "ranks 1, 2"."""
-    return f"rank{'s' * (len(reports) > 1)} {', '.join(str(one.rank) for one in reports)}"
+    return postmortem.names([one.rank for one in reports])
 
 
 def names_and_hosts(reports: Sequence[Report]) -> str:
@@ -251,7 +253,3 @@ def _describe_status(status: int) -> str:
         return f"exit status {status}"
     named = (number.name for number in signal.Signals if number == -status)
     return f"killed by {next(named, f'signal {-status}')}"  # real-time ones have no names
-
-
-def _shell_status(status: int) -> int:
-    return status if status >= 0 else 128 - status

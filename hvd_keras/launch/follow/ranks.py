@@ -231,16 +231,16 @@ class Ranks:
 
     def _start_all(self) -> None:
         ranks = Counter(report.host for report in self.reports)
-        for peer in self._peers.values():
+        for rank, peer in self._peers.items():
             threads = thread_settings(
                 ranks[peer.report.host], os.environ, peer.cores, several_hosts=len(ranks) > 1
             )
             environment = threads | self._start["environment"]
             self._do(self._start_one(peer, {**self._start, "environment": environment}))
+            if rank > 0 or not self.has_input:
+                peer.send(input="")
         if self.has_input:
             self._forward_input()
-        else:
-            self._peers[0].send(input="")
 
     async def _start_one(self, peer: _Peer, start: Mapping[str, Any]) -> None:
         for first in range(0, len(self._function), PIECE):

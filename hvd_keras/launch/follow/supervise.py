@@ -79,17 +79,12 @@ class Signals:
         """Whether the reader of our output may take its time."""
         return not self.hurry and time.monotonic() < self._reader_limit
 
-    async def sleep(self, seconds: float) -> bool:
-        """Sleep; returns False as soon as a signal asks hvdrun to end."""
-        await asyncio.wait([self.stopped], timeout=seconds)
-        return not self.stopped.done()
-
     async def heed(self, work: Coroutine[Any, Any, T]) -> T | None:
         """Do this work; returns None as soon as a signal asks hvdrun to end."""
         task = asyncio.ensure_future(work)
         either: list[asyncio.Future[Any]] = [task, self.stopped]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
+        if not self.stopped.done():
             return task.result()
         task.cancel()
         await asyncio.wait([task])

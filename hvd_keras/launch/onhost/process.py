@@ -48,6 +48,11 @@ def ask_to_end(process: int, number: int) -> None:
     os.killpg(process, signal.SIGCONT)
 
 
+def shell_status(status: int) -> int:
+    """Return an exit status, as in `subprocess`, as a shell shows it."""
+    return status if status >= 0 else 128 - status
+
+
 def private_folder(path: Path) -> Path:
     """Make a folder, unless it is there. Raises OSError if other users can or could use it."""
     path.mkdir(mode=0o700, exist_ok=True)

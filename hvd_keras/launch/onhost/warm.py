@@ -159,18 +159,15 @@ class _Server:
     def __init__(self, listener: socket.socket, starter: int) -> None:
         self._listener = listener
         self._starter: int | None = starter  # can be read when the first start has ended
-        self._ear, self._wake = socket.socketpair()
-        self._wake.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        for one in (listener, self._ear, starter):
+        for one in (listener, starter):
             self._selector.register(one, selectors.EVENT_READ)
         self._processes: dict[socket.socket, int] = {}
         self._ended: set[int] = set()  # their numbers stay theirs until the workers know
 
     def serve(self) -> tuple[dict[str, Any], list[int]] | None:
         """Serve while somebody needs it; returns in a fork the order and the files with it."""
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: self._tell_ends())
         while events := self._selector.select(
             None if self._processes or self._starter is not None else SERVER_IDLE
         ):
@@ -179,9 +176,6 @@ class _Server:
                 if source is self._listener:
                     if found := self._accept():
                         return found
-                elif source is self._ear:
-                    self._ear.recv(1 << 10)
-                    self._look()
                 elif source == self._starter:
                     self._selector.unregister(source)
                     self._starter = None
@@ -201,8 +195,7 @@ class _Server:
             if not select.select([connection], [], [], 0)[0]:  # else the worker waits no more
                 process = os.fork()
         if process == 0:
-            signal.set_wakeup_fd(-1)
-            for own in (connection, self._listener, self._ear, self._wake, *self._processes):
+            for own in (connection, self._listener, *self._processes):
                 own.close()
             self._selector.close()
             return order, given
@@ -211,14 +204,15 @@ class _Server:
         if process < 0:
             connection.close()
             return None
-        self._processes[connection] = process
-        self._selector.register(connection, selectors.EVENT_READ)
         with contextlib.suppress(OSError):
             os.setpgid(process, process)  # the worker may send the group a signal at once
             connection.sendall(_STATUS.pack(process))
+        self._processes[connection] = process
+        self._selector.register(connection, selectors.EVENT_READ)
+        self._tell_ends()  # it may have ended already
         return None
 
-    def _look(self) -> None:
+    def _tell_ends(self) -> None:
         for connection, process in self._processes.items():
             if process in self._ended:
                 continue

@@ -10,18 +10,15 @@ hvd_keras tells of a rank comes over a datagram socket (see `hvd_keras.runtime.s
 import asyncio
 import base64
 import contextlib
-import fcntl
 import itertools
 import json
 import os
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
-import termios
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,7 +27,7 @@ from . import channel, warm
 from .channel import PIECE, Connection, ProtocolError, silence
 from .cores import usable_cores
 from .limits import ALIVE_CHECKS, GRACE, SILENCE, SUSPICION, WORKER_CHECK
-from .process import FORWARDED, JOB, ask_to_end, prepare, private_folder
+from .process import FORWARDED, JOB, ask_to_end, prepare, private_folder, shell_status
 from .sweep import OWNER
 
 # Environment variables through which hvdrun reaches its workers.
@@ -52,6 +49,7 @@ WARM = "HVDRUN_WARM"
 FUNCTION, RESULT = "function", "result"
 
 NOTICE = 1 << 18  # bytes of one message of the rank at most
+PIPE = 1 << 20  # bytes in a pipe at most
 SWEEP = Path(__file__).with_name("sweep.py")  # the script that ends all that is left of a job here
 
 
@@ -134,7 +132,7 @@ class Worker:
             task.cancel()
         if self._end == "watch" and os.fork() == 0:
             self._watch_alone()
-        return status if status >= 0 else 128 - status
+        return shell_status(status)
 
     def _watch_alone(self) -> NoReturn:
         """Until hvdrun's clean-up ends this child: end what is left here if hvdrun is lost."""
@@ -213,8 +211,7 @@ class Worker:
             return 127 if isinstance(error, FileNotFoundError) else 126
         outputs = {"out": self._pipes[1], "err": self._pipes[2]}
         tasks = [asyncio.create_task(self._relay(outputs[name], name)) for name in outputs]
-        if self._rank == 0:
-            tasks.append(asyncio.create_task(self._feed_command(self._pipes[0])))
+        tasks.append(asyncio.create_task(self._feed_command(self._pipes[0])))
         self._loop.add_reader(ear, self._hear, ear)
         if self._stopped:
             self._signal(signal.SIGTERM)
@@ -230,7 +227,8 @@ class Worker:
             pass
         ear.close()
         for name, pipe in outputs.items():
-            await self._send_rest(pipe, name)
+            with contextlib.suppress(BlockingIOError):  # others may go on writing there
+                await self._send_output(name, os.read(pipe, PIPE))
         assert child.returncode is not None
         return child.returncode
 
@@ -245,13 +243,10 @@ class Worker:
             own[CALL] = str(self._folder)
             (self._folder / FUNCTION).write_bytes(self._function)
         self._environment = own | order["environment"]
-        inputs = os.pipe() if self._rank == 0 else (os.open(os.devnull, os.O_RDONLY), -1)
-        outputs, errors = os.pipe(), os.pipe()
-        streams, self._pipes = (
-            (inputs[0], outputs[1], errors[1]),
-            (inputs[1], outputs[0], errors[0]),
-        )
-        for pipe in self._pipes[self._rank != 0 :]:
+        inputs, outputs, errors = os.pipe(), os.pipe(), os.pipe()
+        streams = inputs[0], outputs[1], errors[1]
+        self._pipes = inputs[1], outputs[0], errors[0]
+        for pipe in self._pipes:
             os.set_blocking(pipe, False)
         try:
             if order["server"]:
@@ -310,14 +305,6 @@ class Worker:
             data = os.read(pipe, PIECE)
             if not data:
                 return
-            await self._send_output(name, data)
-
-    async def _send_rest(self, pipe: int, name: str) -> None:
-        """Pass on what the command has left in the pipe; others may go on writing to it."""
-        count = struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))[0]
-        while count > 0:
-            data = os.read(pipe, min(count, PIECE))
-            count -= len(data)
             await self._send_output(name, data)
 
     async def _feed_command(self, pipe: int) -> None:
