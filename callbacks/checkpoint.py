@@ -1,11 +1,30 @@
 """``Checkpoint``: saves the whole state of a training, and restores it after a restart."""
 
+import contextlib
+import functools
+import os
+import pathlib
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras.hooks.checkpoints import Checkpoints
+from hvd_keras.gradients import model_ranks, shards
+from hvd_keras.hooks import preprocessing, variables
+from hvd_keras.hooks.fits import Fit, check_built, running
+from hvd_keras.hooks.positions import NAME, Positions
+from hvd_keras.rows.passes import Passes
+from hvd_keras.runtime import agree
+from hvd_keras.runtime.keras import Variable, innermost, is_legacy, replace_values
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
+from hvd_keras.saving import background, per_rank, storage
+from hvd_keras.saving.skipping import Skipping
 
 
-class Checkpoint(Checkpoints, Callback):  # type: ignore[misc]
+class Checkpoint(Callback):  # type: ignore[misc]
     """Saves the whole state of the training, and restores the last intact checkpoint.
 
     After a crash, start the script again, unchanged: ``fit`` continues at the epoch and batch of
@@ -52,3 +71,407 @@ class Checkpoint(Checkpoints, Callback):  # type: ignore[misc]
         broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
         model.fit(data, epochs=10, callbacks=[broadcast, checkpoint])
     """
+
+    _hvd_needs_variables = True
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        keep: int = 2,
+        save_freq: str | int = "epoch",
+        restore: bool = True,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
+        super().__init__()
+        if is_legacy:
+            raise ValueError(
+                "Checkpoint needs Keras 3, but tf_keras is in use. Unset TF_USE_LEGACY_KERAS, or "
+                "use ModelCheckpoint."
+            )
+        if not isinstance(keep, int) or keep < 1:
+            raise ValueError(f"Checkpoint: keep is {keep!r}, expected a positive integer.")
+        if save_freq != "epoch" and (not isinstance(save_freq, int) or save_freq < 1):
+            raise ValueError(
+                f"Checkpoint: save_freq is {save_freq!r}, expected 'epoch' or a positive integer."
+            )
+        self._hvd_process_set = process_set
+        self.directory = pathlib.Path(directory)
+        self.keep = keep
+        self.save_freq = save_freq
+        self.restore = restore
+        self._found: _Found | None = None
+        self._initial_epoch: int | None = None
+        self._skipping: Skipping | None = None
+        self._epoch = 0
+        self._batches = 0  # done in this epoch
+        self._rate: float | None = None  # the learning rate that the script sets
+        self._fits: list[int] = []  # the epochs of each fit with this instance
+        self._passes: Sequence[Passes] = ()  # of this fit's data
+        self._positions: Positions | None = None  # in data that cannot be sought in
+        self._writing = background.Background(process_set)
+
+    @property
+    def initial_epoch(self) -> int:
+        """The epoch at which ``fit`` will continue; 0 if there is no checkpoint to restore.
+
+        The first access reads the checkpoint and needs all ranks.
+        """
+        self._find()
+        return self._initial_epoch or 0
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Restores the state, after Keras has built the model."""
+        self._hvd_process_set.check_included("callbacks.Checkpoint")  # raises before init()
+        fit = running(self.model)
+        assert fit is not None
+        self._check(fit.process_set)
+        # In case an earlier fit broke off.
+        self._stop_skipping()
+        self._writing.forget()
+        found = self._find()
+        epochs = self.params["epochs"]
+        self._rate = _rate(self.model.optimizer)
+        self._passes = fit.passes
+        self._positions = None
+        if fit.seekable is None or fit.position is not None:
+            again = "" if self.save_freq == "epoch" else self.params.get("steps") or "all"
+            self._positions = Positions(fit, self._hvd_process_set, again)
+        self._fits.append(epochs)
+        for optimizer in model_ranks.optimizers_of(self.model):
+            replace_values(innermost(optimizer))
+        if found is None:
+            return
+        # The epochs of each fit until then: if more of them follow, this one was complete.
+        fits = found.metadata["fits"]
+        is_complete = len(fits) > len(self._fits) and fits[: len(self._fits)] == self._fits
+        self._restore(found)
+        fit.restored = True
+        if is_complete:
+            self.model._initial_epoch = epochs
+        else:
+            self._found = None
+            self._go_on(found, fit)
+        if self._hvd_process_set.rank() == 0:
+            print(f"hvd_keras: {_message(found, epochs, is_complete)}", file=sys.stderr, flush=True)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._epoch, self._batches = epoch, 0
+        if self._skipping is None:  # otherwise the epoch began in another process
+            for passes in self._passes:
+                passes.begin_epoch()
+        self.model._initial_epoch = None  # otherwise a later fit would start there, too
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self._writing.look()
+        before, self._batches = self._batches, batch + 1
+        if self._skipping is not None:
+            if self._batches >= self._skipping.batches:
+                self._skipping.put_back()
+                self._stop_skipping()
+            return
+        steps = self.params.get("steps")
+        if steps is not None and self._batches >= steps:
+            return  # the end of the epoch follows
+        every = self.save_freq
+        # steps_per_execution may step over a multiple of save_freq.
+        if isinstance(every, int) and self._batches // every > before // every:
+            self._save(self._epoch, self._batches)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if self._skipping is not None:
+            expected = self._skipping.batches
+            self._stop_skipping()
+            raise ValueError(
+                f"Checkpoint: the data ended after {self._batches} batches of epoch {epoch}, but "
+                f"the model had seen {expected} when the checkpoint was written. "
+                "Pass the same data to fit, or train from scratch with restore=False."
+            )
+        self._save(epoch + 1, 0)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        self.model._initial_epoch = None
+        self._writing.finish()
+
+    def _stop_skipping(self) -> None:
+        if self._skipping is not None:
+            self._skipping.stop()
+            self._skipping = None
+
+    def _check(self, of_fit: ProcessSet) -> None:
+        check_built(self.model)
+        own = self._hvd_process_set
+        if of_fit.id() != own.id():
+            raise ValueError(
+                f"Checkpoint: got {own}, but {of_fit} trains the model. Pass the optimizer's "
+                "process_set to Checkpoint."
+            )
+
+        def check_variables() -> None:
+            if not self.model.variables:
+                raise ValueError("the model has no variables. Call it once on a batch before fit.")
+
+        agree.on_all_ranks("Checkpoint", check_variables, own)
+        arguments = f"keep={self.keep}, save_freq={self.save_freq!r}, restore={self.restore}"
+        gathered = agree.gather_json("Checkpoint arguments", arguments, own)
+        if len(set(gathered)) > 1:
+            views = agree.by_rank(gathered, own)
+            raise ValueError(f"Checkpoint: the ranks' arguments differ: {views}.")
+
+    def _find(self) -> "_Found | None":
+        """Return what rank 0 has found, on all ranks. Reads the directory once."""
+        if self._initial_epoch is not None:
+            return self._found
+        own = self._hvd_process_set
+        damaged: dict[str, str] = {}  # what is wrong, by path
+        while True:
+            # Of values only rank 0's copy is read; the others need what describes them.
+            read = agree.on_leader("Checkpoint", functools.partial(self._read, damaged), own)
+            content, seen = read or (None, None)
+            path, metadata, stored, damaged = agree.gather_json("checkpoint found", seen, own)[0]
+            # Each rank verifies some of the parts; a damaged one makes the whole unusable.
+            problem = per_rank.problem_of(self.directory, metadata, own)
+            if problem is None:
+                break
+            damaged[path] = problem  # one more file is skipped
+        reasons = "; ".join(f"{path}: {reason}" for path, reason in damaged.items())
+        if damaged and path is None:
+            raise RuntimeError(
+                f"Checkpoint: all checkpoints are damaged: {reasons}. To train from scratch, "
+                "delete them or pass restore=False."
+            )
+        self._initial_epoch = metadata.get("epoch", 0)
+        if path is not None:
+            position = stored.pop() if stored and stored[-1][0] == NAME else None
+            self._found = _Found(path, metadata, stored, position, content)
+        if damaged and own.rank() == 0:
+            warnings.warn(f"Checkpoint: damaged: {reasons}. Restoring {path}.", stacklevel=3)
+        return self._found
+
+    def _read(self, damaged: dict[str, str]) -> tuple[Any, Any]:
+        """Read the last intact checkpoint; return it, and what all ranks must know of it."""
+        storage.remove_unfinished(self.directory)
+        per_rank.remove_others(self.directory)
+        found = storage.read_last(self.directory, damaged) if self.restore else None
+        if found is None:
+            return None, (None, {}, [], damaged)
+        path, content = found
+        stored = [
+            (v.path, v.value.shape[v.by_rank :], v.value.dtype.name, v.by_rank)
+            for v in content.variables
+        ]
+        return content, (str(path), content.metadata, stored, damaged)
+
+    def _restore(self, found: "_Found") -> None:
+        own = variables.of_training(self.model)
+        same_ranks = found.metadata["ranks"] == self._hvd_process_set.size()
+        self._refuse_what_does_not_fit(found, own, same_ranks)
+        self._assign(found, own)
+        if found.tables:
+            per_rank.restore(self.directory, found.metadata, own, self._hvd_process_set)
+        if same_ranks:
+            states = found.metadata["random"]  # one, if all ranks had the same
+            per_rank.set_random_state(states[self._hvd_process_set.rank() % len(states)])
+        if not same_ranks and self._rate and found.metadata.get("rate"):
+            # Keeps the warm-up, decay or reduction that it had.
+            saved = float(self.model.optimizer.learning_rate)
+            self.model.optimizer.learning_rate = saved * self._rate / found.metadata["rate"]
+
+    def _assign(self, found: "_Found", own: list[Any]) -> None:
+        process_set, ranks = self._hvd_process_set, found.metadata["ranks"]
+        for i, (variable, (_, shape, dtype, by_rank)) in enumerate(
+            zip(own, found.stored, strict=True)
+        ):
+            if str(i) in found.tables:
+                continue  # it is in the ranks' files
+            mine = found.content.variables[i].value if found.content else None
+            shape = [ranks, *shape] if by_rank else shape
+            value = per_rank.to_all_ranks(shape, dtype, mine, process_set)
+            if by_rank:
+                # On another number of ranks, only moving statistics and seeds (set below) get here.
+                same = ranks == process_set.size()
+                value = value[process_set.rank()] if same else per_rank.mean(value)
+            if shards.of(variable) is None:
+                variable.assign(value)
+            else:
+                shards.assign(variable, value)
+        preprocessing.refresh(self.model)
+        if ranks != process_set.size():
+            seeds = variables.seed_states(self.model._flatten_layers())
+            variables.give_each_rank_its_own_randomness(seeds, process_set)
+
+    def _go_on(self, found: "_Found", fit: Fit) -> None:
+        self.model._initial_epoch = found.metadata["epoch"]
+        value = found.content.variables[-1].value if found.content and found.position else None
+        states = found.metadata["passes"]
+        if len(states) == len(self._passes):
+            for passes, state_then in zip(self._passes, states, strict=True):
+                passes.restore(state_then)
+        has_position = self._positions is not None and self._positions.restore(
+            found.metadata["ranks"], found.position, value
+        )
+        if found.metadata["batch"] == 0:
+            return
+        seeks, calls = fit.seekable is not None and not has_position, self.model.steps_per_execution
+        if calls > 1:  # a call of several steps must neither begin nor end within what is skipped
+            same_ranks = found.metadata["ranks"] == self._hvd_process_set.size()
+            seeks &= same_ranks and self.params["steps"] % calls == 0
+        if seeks and len(states) == 1:
+            assert fit.seekable is not None
+            batches = fit.seekable.seek(states[0][2])
+        else:
+            seeks, batches = has_position, self._batches_seen(found)
+        if has_position:
+            for passes, state_then in zip(self._passes, states, strict=False):
+                passes.epoch, passes.start, passes.unread = state_then[:2], state_then[2], batches
+        if seeks:
+            fit.looks_at_data = False  # the first batch is that after those skipped
+        if batches:
+            own = variables.of_training(self.model)
+            self._skipping = Skipping(self.model, own, batches, reads=not seeks)
+
+    def _batches_seen(self, found: "_Found") -> int:
+        then, batch = found.metadata["ranks"], found.metadata["batch"]
+        now = self._hvd_process_set.size()
+        calls = self.model.steps_per_execution
+        # As many rows of the epoch, to whole calls of the step.
+        batches = batch if then == now else batch * then // now // calls * calls
+        again = batch * then - batches * now
+        if again and self._hvd_process_set.rank() == 0:
+            warnings.warn(
+                f"Checkpoint: {found.path} was written by {then} ranks after batch {batch} of "
+                f"epoch {found.metadata['epoch']}; now there are {now} ranks. {batches} batches "
+                f"are skipped, and the rows of {again} batch{'es' * (again > 1)} are used again.",
+                stacklevel=3,
+            )
+        return int(batches)
+
+    def _refuse_what_does_not_fit(self, found: "_Found", own: list[Any], same_ranks: bool) -> None:
+        differences = per_rank.differences(found.stored, found.metadata, own)
+        if not same_ranks:
+            layers = list(self.model._flatten_layers())
+            divisible = [*variables.seed_states(layers), *variables.moving_statistics(layers)]
+            differences += [
+                f"{path} differs between the {found.metadata['ranks']} ranks of the checkpoint, "
+                f"but now there are {self._hvd_process_set.size()} ranks"
+                for (path, _, _, by_rank), variable in zip(found.stored, own, strict=False)
+                if by_rank and not any(variable is other for other in divisible)
+            ]
+        calls = self.model.steps_per_execution
+        if same_ranks and found.metadata["batch"] % calls:
+            differences.append(
+                f"saved after {found.metadata['batch']} batches, which steps_per_execution={calls} "
+                "does not divide"
+            )
+
+        def check() -> None:
+            if differences:
+                raise ValueError(
+                    f"{found.path} does not fit this model and optimizer: "
+                    f"{'; '.join(differences[:5])}. Use another directory for this training, or "
+                    "pass restore=False."
+                )
+
+        agree.on_all_ranks("Checkpoint", check, self._hvd_process_set)
+
+    def _compared_by_fit(self) -> set[int]:
+        """Return the ids of the weights that are equal on all ranks, or ``fit`` says that not."""
+        fit = running(self.model)
+        if fit is None or fit.values is None or fit.values.reported:
+            return set()
+        return {*map(id, fit.values.variables)} & {*map(id, self.model.trainable_variables)}
+
+    def _save(self, epoch: int, batch: int) -> None:
+        """Take the state as it is now; threads write it while training goes on."""
+        self._writing.finish()  # no more than one copy of the state is held
+        process_set = self._hvd_process_set
+        own = variables.of_training(self.model)
+        values = per_rank.values_of(own)
+        # Most variables are equal, by construction: these are written from rank 0 alone.
+        equal = self._compared_by_fit()
+        differing = per_rank.of_each_rank(own, values, equal, process_set)
+        random_state = per_rank.random_state()
+        # 13 KB each, and mostly equal: then a hash of each travels, and one state is written.
+        random_states = agree.gather_if_different(
+            "checkpoint random states", random_state, process_set
+        )
+        positions = self._positions.save(batch) if self._positions else []
+        path = storage.path_of(self.directory, epoch, batch)
+        tables, parts = per_rank.describe(own), per_rank.parts_of(own, values)
+        files = per_rank.names_of(path, tables, process_set)
+        names = [file.name for file in files]
+        metadata: dict[str, Any] = {
+            "epoch": epoch,
+            "batch": batch,
+            "ranks": process_set.size(),
+            "rate": self._rate,
+            "fits": [*self._fits],
+            "passes": [passes.state(batch) for passes in self._passes],
+            "random": random_states or [random_state],
+            "parts": {"tables": tables, "files": names},
+        }
+        mine = files[process_set.rank()] if files else path
+        stored = []
+        if process_set.rank() == 0:  # the others hold no copy
+            for i, variable in enumerate(own):
+                # Those of tables are in the parts.
+                value = values[i].reshape(-1)[:0] if str(i) in tables else values[i]
+                value = differing.get(i, value)
+                stored.append(storage.Variable(variable.path, i in differing, value))
+            stored += positions
+
+        def write() -> None:
+            if stored:
+                storage.write(path, metadata, stored)
+                storage.prune(path, self.keep)
+                per_rank.remove_others(self.directory, path, names)
+
+        def undo() -> None:
+            if tables:
+                with contextlib.suppress(OSError):
+                    mine.unlink()
+
+        steps: list[background.Step] = [("Checkpoint: cannot write", write)]
+        if tables:
+            write_parts = functools.partial(storage.write, mine, {}, parts)
+            steps.insert(0, ("Checkpoint: cannot write a rank's part", write_parts))
+        self._writing.begin(steps, undo)
+
+
+@dataclass
+class _Found:
+    """A checkpoint as all ranks know it."""
+
+    path: str
+    metadata: dict[str, Any]
+    stored: list[Any]  # (path, shape, dtype, whether by rank) of each variable
+    position: Any  # the same of the ranks' positions in the data; None without
+    content: storage.Content | None  # only on rank 0
+
+    @property
+    def tables(self) -> dict[str, Any]:
+        """What is in the files of each rank."""
+        tables: dict[str, Any] = self.metadata.get("parts", {}).get("tables", {})
+        return tables
+
+
+def _message(found: _Found, epochs: int, is_complete: bool) -> str:
+    epoch, batch = found.metadata["epoch"], found.metadata["batch"]
+    name = pathlib.Path(found.path).stem
+    if is_complete:
+        return f"{name} was written in a later fit, so this one is not repeated"
+    if epoch >= epochs:
+        return (
+            f"{name} is the end of epoch {epoch}, and fit ends after epoch {epochs}, so nothing is "
+            "left to train. To train again, use Checkpoint(…, restore=False)"
+        )
+    place = f"epoch {epoch + 1} of {epochs}" + f", batch {batch + 1}" * (batch > 0)
+    return f"continuing from {name}, {place}"
+
+
+def _rate(optimizer: Any) -> float | None:
+    """Return the optimizer's learning rate; None if it is a schedule or does not exist."""
+    try:
+        rate = optimizer.learning_rate
+    except AttributeError:  # a MultiOptimizer has none of its own
+        return None
+    return float(rate) if isinstance(rate, Variable) else None
