@@ -1,6 +1,7 @@
 """Ways to train of scripts of one process; prints what each of them logs, and its weights."""
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -238,11 +239,19 @@ class Spread(keras.losses.Loss):
         return spread(y, z)
 
 
-def whole():
-    """Steps that cannot be divided: sums, pairs of rows, fixed numbers of them, own variables."""
+def contrast(z, y):
+    return tf.reduce_mean((z @ tf.transpose(z)) ** 2)
 
-    def contrast(z, y):
-        return tf.reduce_mean((z @ tf.transpose(z)) ** 2)
+
+def fit_whole(name, loss, options):
+    keras.utils.set_random_seed(1)
+    net = Own(loss, **options)
+    show(name, net, net.fit(x[:60], y[:60], 12, 2, verbose=0).history)
+    print(name, np.round(net.predict(x, 12, verbose=0)[::9], 4).tolist())
+
+
+def whole():
+    """Steps that cannot be divided: sums, fixed numbers of rows, own variables."""
 
     def classes(z, y):
         loss = keras.losses.sparse_categorical_crossentropy(tf.range(12), z @ tf.transpose(z))
@@ -250,36 +259,36 @@ def whole():
 
     for name, loss, options in (
         ("total", lambda z, y: tf.reduce_sum(z**2), {}),
-        ("pairs", contrast, {}),
         ("fixed", classes, {}),
         ("variable", lambda z, y: tf.reduce_mean(z**2), {}),
         ("eager", contrast, {"run_eagerly": True}),
         ("order", lambda z, y: tf.reduce_mean(z * tf.random.shuffle(z, seed=3) * 0), {}),
-        ("noise", lambda z, y: tf.reduce_mean(z + tf.random.normal((12, 3), seed=3) * 0), {}),
     ):
-        keras.utils.set_random_seed(1)
-        net = Own(loss, **options)
-        show(name, net, net.fit(x[:60], y[:60], 12, 2, verbose=0).history)
-        print(name, np.round(net.predict(x, 12, verbose=0)[::9], 4).tolist())
-    for name, options in (
-        ("loss", {"loss": Spread()}),
-        ("metric", {"loss": "mse", "metrics": [spread]}),
-    ):
-        net = model(**options)
-        show(name, net, net.fit(x, y, 12, 2, verbose=0).history)
+        fit_whole(name, loss, options)
+    net = model(loss=Spread())
+    show("loss", net, net.fit(x, y, 12, 2, verbose=0).history)
     longer = tf.data.Dataset.from_tensor_slices(x).batch(10)
     shorter = tf.data.Dataset.from_tensor_slices(x[::2]).batch(5)
     net = Own(lambda z, y: tf.reduce_mean(z**2) + tf.reduce_mean(y))
     show("lengths", net, net.fit(tf.data.Dataset.zip(longer, shorter), verbose=0).history)
-    net = model(keras.layers.Dense(1), Adds())
-    show("add_loss", net, net.fit(x, y, 20, verbose=0).history)
     keras.utils.set_random_seed(1)
-    first = keras.layers.LSTM(4, stateful=True)
+    first = keras.layers.LSTM(4, stateful=True, name="stateful")
     net = keras.Sequential([keras.Input(batch_shape=(10, 6, 1)), first, keras.layers.Dense(1)])
     net.compile("adam", "mse")
     fit = net.fit(x[..., None], y, batch_size=10, epochs=2, shuffle=False, verbose=0)
     show("stateful", net, fit.history)
     print("stateful", net.predict(x[..., None], batch_size=10, verbose=0).sum())
+
+
+def more():
+    """More of them: pairs of rows, noise of a fixed shape, a metric, a layer's loss."""
+    fit_whole("pairs", contrast, {})
+    noise = functools.partial(tf.random.normal, (12, 3), seed=3)
+    fit_whole("noise", lambda z, y: tf.reduce_mean(z + noise() * 0), {})
+    net = model(loss="mse", metrics=[spread])
+    show("metric", net, net.fit(x, y, 12, 2, verbose=0).history)
+    net = model(keras.layers.Dense(1), Adds())
+    show("add_loss", net, net.fit(x, y, 20, verbose=0).history)
 
 
 class Interrupted(keras.callbacks.Callback):
@@ -295,46 +304,46 @@ class Interrupted(keras.callbacks.Callback):
 
 def files():
     """What a script makes, moves and removes, and what it saves under names of its own."""
+    os.makedirs("results/of an earlier run")
+    with open("results/lines", "w") as file:
+        file.write("earlier\n")
+    with tempfile.TemporaryDirectory() as folder:
+        best = os.path.join(folder, "best.weights.h5")
+        options = {"monitor": "loss", "save_best_only": True, "save_weights_only": True}
+        callbacks, net = keras.callbacks.ModelCheckpoint(best, **options), model()
+        net.fit(x, y, 20, callbacks=callbacks, verbose=0)
+        net.load_weights(best)
+        net.save(os.path.join(folder, "net.keras"))
+        kinds = {"Counted": Counted}
+        net = keras.models.load_model(os.path.join(folder, "net.keras"), custom_objects=kinds)
+    if os.path.exists("results"):
+        shutil.rmtree("results")
+    os.makedirs("results/parts")
+    callbacks = [keras.callbacks.BackupAndRestore("backup"), Interrupted()]
     for _ in range(2):
-        if os.path.exists("results"):
-            shutil.rmtree("results")
-        os.makedirs("results/parts")
-        net = model()
-        net.build((None, 6))
-        callbacks = [keras.callbacks.BackupAndRestore("backup"), Interrupted()]
-        for _ in range(2):
-            try:
-                show("files", net, net.fit(x, y, 20, 4, callbacks=callbacks, verbose=0).history)
-            except KeyError as error:
-                print(error)
-        with tempfile.TemporaryDirectory() as folder:
-            best = os.path.join(folder, "best.weights.h5")
-            options = {"monitor": "loss", "save_best_only": True, "save_weights_only": True}
-            callbacks, net = keras.callbacks.ModelCheckpoint(best, **options), model()
-            net.fit(x, y, 20, callbacks=callbacks, verbose=0)
-            net.load_weights(best)
-            net.save(os.path.join(folder, "net.keras"))
-            kinds = {"Counted": Counted}
-            net = keras.models.load_model(os.path.join(folder, "net.keras"), custom_objects=kinds)
-        net.save_weights("results/parts/net.weights.h5")
-        shutil.move("results/parts/net.weights.h5", "results/net.weights.h5")
-        os.rmdir("results/parts")
-        os.rename("results/net.weights.h5", "results/moved.weights.h5")
-        net.load_weights("results/moved.weights.h5")
-        print(sorted(os.listdir("results")), net.predict(x, 20, verbose=0).sum())
-        np.savetxt("results/text", [1.5])
-        assert np.loadtxt("results/text") == 1.5
-        for number in range(1, 10):  # whole at every moment
-            with open("results/state.part", "w") as file:
-                json.dump([*range(number)], file)
-            os.replace("results/state.part", "results/state.json")
-            with open("results/state.json") as file:
-                assert len(json.load(file)) == number
-        with open("results/lines", "a") as file:
-            file.write("line\n")
-        with open("w", "w") as file:
-            file.write("w")
-        libraries()
+        try:
+            show("files", net, net.fit(x, y, 20, 4, callbacks=callbacks, verbose=0).history)
+        except KeyError as error:
+            print(error)
+    net.save_weights("results/parts/net.weights.h5")
+    shutil.move("results/parts/net.weights.h5", "results/net.weights.h5")
+    os.rmdir("results/parts")
+    os.rename("results/net.weights.h5", "results/moved.weights.h5")
+    net.load_weights("results/moved.weights.h5")
+    print(sorted(os.listdir("results")), net.predict(x, 20, verbose=0).sum())
+    np.savetxt("results/text", [1.5])
+    assert np.loadtxt("results/text") == 1.5
+    for number in range(1, 10):  # whole at every moment
+        with open("results/state.part", "w") as file:
+            json.dump([*range(number)], file)
+        os.replace("results/state.part", "results/state.json")
+        with open("results/state.json") as file:
+            assert len(json.load(file)) == number
+    with open("results/lines", "a") as file:
+        file.write("line\n")
+    with open("w", "w") as file:
+        file.write("w")
+    libraries()
     print("to stderr", file=sys.stderr)
 
 
@@ -384,7 +393,10 @@ def libraries():
 
 
 if __name__ == "__main__":
+    counts = []
     for name in sys.argv[1:]:
         globals()[name]()
+        counts.append([name, sum(seen)])
+        seen.clear()
     number = os.open(f"rows-{os.getpid()}", os.O_WRONLY | os.O_CREAT)  # of each rank
-    os.write(number, str(sum(seen)).encode())
+    os.write(number, json.dumps(counts).encode())
