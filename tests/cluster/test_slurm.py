@@ -126,7 +126,7 @@ def test_ctrl_c_ends_all_ranks(ready: Slurm, tmp_path: Path) -> None:
         assert not ready.left()
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["unplug", "kill"])
 def test_a_fault_is_reported_and_a_restart_recovers(
     ready: Slurm, tmp_path: Path, fault: str

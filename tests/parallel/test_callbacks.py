@@ -66,7 +66,7 @@ def compiled(model: keras.Model, optimizer=None, **arguments) -> keras.Model:
     return model
 
 
-@pytest.mark.parametrize("root", [0, SIZE - 1])
+@pytest.mark.parametrize("root", [pytest.param(0, marks=pytest.mark.slow), SIZE - 1])
 def test_broadcast_comes_before_the_first_step_and_covers_the_optimizer(root: int) -> None:
     model = training.dense_model()
     training.set_weights(model, seed=RANK)
@@ -192,6 +192,7 @@ def test_warmup_over_steps_ends_within_an_epoch(known: bool, accumulated: int | 
     np.testing.assert_allclose(trained_at, expected, rtol=1e-5, atol=0 if known else one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [{"warmup_steps": 7}, {"warmup_epochs": 2}])
 def test_warmup_ends_at_the_full_rate_with_several_steps_at_once(arguments: dict) -> None:
     model = compiled(training.dense_model(), steps_per_execution=4)
@@ -411,7 +412,7 @@ def test_all_ranks_export_to_one_path(directory: pathlib.Path) -> None:
     expected = model(x).numpy()
     tree = tf.Module()
     tree.weights = [tf.Variable(w) for w in model.get_weights()]
-    for _ in range(3):
+    for _ in range(2):
         agree.gather_json("export", None)
         model.export(directory / "exported", verbose=False)
         tf.saved_model.save(tree, str(directory / "tree"))

@@ -380,6 +380,7 @@ def test_callback_serves_fit_and_evaluate_in_turn() -> None:
 
 
 @several
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("ahead", ["evaluates", "changes"])
 def test_logs_that_are_not_of_the_metrics_are_averaged_with_a_warning(ahead: str) -> None:
     class Ahead(keras.callbacks.Callback):

@@ -280,6 +280,7 @@ def test_restart_with_other_data(directory, kind: str) -> None:
     assert_same_state(again, undisturbed)
 
 
+@pytest.mark.slow
 def test_restart_with_a_dataset_that_shuffles_itself(directory) -> None:
     def fit(net: keras.Model, *callbacks: keras.callbacks.Callback) -> None:
         source = tf.data.Dataset.from_tensor_slices(rows()).shuffle(99, seed=3).batch(BATCH)

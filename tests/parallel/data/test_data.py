@@ -40,7 +40,7 @@ several = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ fr
 LENGTHS = sorted({1, TOGETHER - 1, TOGETHER + 1, 2 * TOGETHER, 3 * TOGETHER - BATCH})
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_pad_uses_each_row_once_and_all_batches_have_one_shape(kind: str, shuffle: bool) -> None:
@@ -221,7 +221,7 @@ def test_padded_job_trains_like_one_process(kind: str, rest: int, weighted: bool
     training.assert_bit_identical_on_all_ranks(together)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_shared_last_step_trains_like_the_short_batch_of_one_process(kind: str) -> None:
     x, y, _ = samples(2 * TOGETHER + 3 * SIZE)

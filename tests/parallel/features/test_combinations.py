@@ -8,7 +8,7 @@ from tests.parallel.features import measure, table
 pytestmark = pytest.mark.ranks(2, 3)
 
 
-@pytest.mark.cases(8)
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("case", table.sample(hvd.size()), ids=str)
 def test_features_in_combination(case: table.Case, directory) -> None:
     result, text = measure.outcome(case, directory)
