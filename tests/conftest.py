@@ -1,6 +1,7 @@
 """Settings of all tests."""
 
 import collections
+import importlib
 import os
 import pathlib
 import re
@@ -28,6 +29,10 @@ for name, value in {
 
 # Compiled once, and not by each rank of each job.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# Half of the time in which pytest finds the tests, in each of its processes, went into imports.
+if "HVD_TEST_PARALLEL" not in os.environ:
+    importlib.import_module("tests.harness.start.sitecustomize")
 
 # A shell that runs the tests in the background, and nohup, ignore these; jobs would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -380,8 +380,7 @@ def test_callback_serves_fit_and_evaluate_in_turn() -> None:
 
 
 @several
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("ahead", ["evaluates", "changes"])
+@pytest.mark.parametrize("ahead", ["evaluates", pytest.param("changes", marks=pytest.mark.slow)])
 def test_logs_that_are_not_of_the_metrics_are_averaged_with_a_warning(ahead: str) -> None:
     class Ahead(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
