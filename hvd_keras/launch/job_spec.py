@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import secrets
 import shutil
 import sys
 from collections.abc import Sequence
@@ -14,11 +13,11 @@ from hvd_keras.launch.errors import UsageError, say
 from hvd_keras.launch.follow.statistics import Statistics
 from hvd_keras.launch.onhost.cores import usable_cores, usable_gpus
 from hvd_keras.launch.start import hosts, slurm
+from hvd_keras.launch.start.all_hosts import Remains
 from hvd_keras.launch.start.dialects import Dialect
 from hvd_keras.launch.start.hosts import Host
 from hvd_keras.launch.start.mpirun import find_mpirun
-from hvd_keras.launch.start.remote_shell import Reach, RemoteShell, kubectl_exec, ssh
-from hvd_keras.launch.start.slurm import Srun
+from hvd_keras.launch.start.remote_shell import RemoteShell, kubectl_exec, ssh
 
 
 @dataclass(frozen=True)
@@ -31,17 +30,8 @@ class JobSpec:
     hosts: Sequence[Host] | None
     is_local: bool  # on this host alone, without SLURM
     shell: RemoteShell
-    jobs: list[str] = field(default_factory=list)  # the numbers of all starts on several hosts
+    remains: Remains
     statistics: Statistics = field(default_factory=Statistics)
-    lost: set[str] = field(default_factory=set)  # hosts that could not be reached after one
-    # The number of the servers that have the ranks' imports ready, and the hosts that may have one.
-    server: str = field(default_factory=lambda: secrets.token_hex(8))
-    served: set[str] = field(default_factory=set)
-
-    @property
-    def reach(self) -> Reach:
-        """How commands reach the hosts."""
-        return self.dialect if isinstance(self.dialect, Srun) else self.shell
 
     async def wanted(self) -> Sequence[Host]:
         """Return the hosts that the job may use at this moment. Raises UsageError."""
@@ -82,7 +72,8 @@ def build(given: argparse.Namespace) -> JobSpec:
             f"the command is missing; expected a program, for example: {options.EXAMPLE}"
         )
     command, shell = command_check.resolve(words), _shell(given)
-    return JobSpec(given, command, dialect, wanted, is_local, shell)
+    remains = Remains(srun or shell, is_local)
+    return JobSpec(given, command, dialect, wanted, is_local, shell, remains)
 
 
 def _shell(given: argparse.Namespace) -> RemoteShell:

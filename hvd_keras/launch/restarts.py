@@ -21,7 +21,7 @@ from hvd_keras.launch.onhost import limits
 from hvd_keras.launch.plan import Placement
 from hvd_keras.launch.run_job import Job
 from hvd_keras.launch.start import all_hosts, hosts
-from hvd_keras.launch.start.all_hosts import Facts
+from hvd_keras.launch.start.all_hosts import Facts, Remains
 from hvd_keras.launch.start.hosts import Host
 
 
@@ -36,8 +36,7 @@ async def run(spec: JobSpec) -> Verdict:
         return await _run(spec, signals, output)
     finally:
         if given.max_restarts:  # there may be what was to help a restart
-            left = None if spec.is_local else spec.served - spec.lost
-            await all_hosts.sweep_hosts(left, spec.reach, [spec.server], 0.0)
+            await spec.remains.sweep(spec.remains.hosts - spec.remains.lost, servers=True)
         while signals.patient() and not output.empty:
             await wait_for(signals.changed, limits.SLOW_READER_CHECK)
         errors.voice = None
@@ -66,7 +65,7 @@ async def _run(spec: JobSpec, signals: Signals, output: Output) -> Verdict:
             break
         if not spec.is_local:
             # The clean-up has just reached its hosts, unless there was a pause.
-            known = {} if pause or spec.lost else placement.facts
+            known = {} if pause or spec.remains.lost else placement.facts
             placement = await signals.heed(_replace(spec, size, least, known))
             if placement is None:
                 break
@@ -79,9 +78,9 @@ async def _run(spec: JobSpec, signals: Signals, output: Output) -> Verdict:
         pause = min(2 * pause or limits.FIRST_PAUSE, limits.LONGEST_PAUSE) if is_quick else 0.0
     if verdict.status == 0:
         shutil.rmtree(commits, ignore_errors=True)
-        await _sweep_lost(spec, signals, limits.SILENCE)
-    elif len(spec.jobs) > 1:  # what the first has lost may be there again
-        await _sweep_lost(spec, signals, 0.0)
+        await _sweep_lost(spec.remains, signals, limits.SILENCE)
+    elif len(spec.remains.starts) > 1:  # what the first has lost may be there again
+        await _sweep_lost(spec.remains, signals, 0.0)
     if verdict.status != 0 and commits.exists():
         say(f"to continue from the last commit, start the job again with HVD_COMMITS={commits}")
     # Programs that do not use hvd_keras never call hvd.init().
@@ -94,17 +93,15 @@ async def _run(spec: JobSpec, signals: Signals, output: Output) -> Verdict:
     return verdict
 
 
-async def _sweep_lost(spec: JobSpec, signals: Signals, timeout: float) -> None:
+async def _sweep_lost(remains: Remains, signals: Signals, timeout: float) -> None:
     """Clean up the hosts that could not be reached when the job had ended."""
     limit = time.monotonic() + timeout
-    lost, jobs = spec.lost, [*spec.jobs, spec.server]
-    while lost and signals.stop is None:
-        found = await signals.heed(all_hosts.sweep_hosts(lost, spec.reach, jobs, 0.0))
-        lost = lost if found is None else found
+    while remains.lost and signals.stop is None:
+        await signals.heed(remains.sweep(remains.lost, servers=True))
         if time.monotonic() >= limit:
             break
         await signals.heed(asyncio.sleep(limits.WAIT_AGAIN))
-    for name in sorted(lost):
+    for name in sorted(remains.lost):
         say(f"{name} cannot be reached; processes or files of the job may remain there")
 
 
@@ -141,9 +138,9 @@ def _share(found: Sequence[Host], size: int, facts: Facts) -> Placement:
 
 async def _look(spec: JobSpec, wanted: Sequence[Host], known: Facts) -> all_hosts.Look:
     """Look at these hosts, of which some are known."""
-    per_host, by_gpus = spec.options.per_host, spec.options.size == options.AUTO
-    program = spec.command[0]
-    return await all_hosts.look(wanted, spec.reach, program, per_host, known, by_gpus=by_gpus)
+    reach, per_host = spec.remains.reach, spec.options.per_host
+    by_gpus = spec.options.size == options.AUTO
+    return await all_hosts.look(wanted, reach, spec.command[0], per_host, known, by_gpus=by_gpus)
 
 
 async def _replace(spec: JobSpec, size: int, least: int, known: Facts) -> Placement | None:
@@ -157,9 +154,7 @@ async def _replace(spec: JobSpec, size: int, least: int, known: Facts) -> Placem
             say_once(f"no hosts: {error}")
         seen = await _look(spec, wanted, known)
         # Processes may still run on a host that was lost.
-        back = spec.lost & set(seen.facts)
-        away = await all_hosts.sweep_hosts(back, spec.reach, spec.jobs, 0.0)
-        spec.lost.difference_update(back - away)
+        await spec.remains.sweep(spec.remains.lost & seen.facts.keys())
         for name, text in seen.problems.items():
             say_once(f"left out: {name} {text}")
         slots = hosts.count(seen.hosts)

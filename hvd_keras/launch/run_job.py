@@ -24,7 +24,6 @@ from hvd_keras.launch.onhost import limits
 from hvd_keras.launch.onhost.channel import new_secret
 from hvd_keras.launch.onhost.process import die_with_parent
 from hvd_keras.launch.plan import POSTMORTEM, Placement, Plan, plan
-from hvd_keras.launch.start import all_hosts
 from hvd_keras.launch.start.network import own_addresses
 
 # Bytes of mpirun's own text that are kept, and read at once; its banners are far shorter.
@@ -88,9 +87,8 @@ class Job:
             options.settings["HVD_POSTMORTEM"] = str(folder)
         output.start()
         spec.statistics.start(self._placement.size)
-        spec.served.update(self._hosts)
-        if not spec.is_local:
-            spec.jobs.append(self._number)
+        spec.remains.hosts.update(self._hosts)
+        spec.remains.starts.append(self._number)
         with job_directory(self._number) as self._directory:
             planned = self._prepare()
             try:
@@ -144,7 +142,7 @@ class Job:
             "directory": os.getcwd(),
             "environment": planned.environment,
             "open_files": OPEN_FILES[0] if spec.is_local else None,
-            "server": spec.server if options.max_restarts else "",
+            "server": spec.remains.server if options.max_restarts else "",
         }
         self._ranks.open(start)
         return planned
@@ -186,14 +184,10 @@ class Job:
 
     async def _sweep(self) -> set[str]:
         """Clean up all hosts; returns those that are lost."""
-        spec = self._spec
         self._place = _place(self._directory / POSTMORTEM, self._placement.size)
         self._ranks.note_silence()
         grace = 0.0 if self._signals.hurry else limits.SWEEP_GRACE
-        names = None if spec.is_local else self._hosts
-        lost = await all_hosts.sweep_hosts(names, spec.reach, [self._number], grace)
-        spec.lost.update(lost)
-        return lost
+        return await self._spec.remains.sweep(self._hosts, grace)
 
     async def _wait(self) -> None:
         """Wait for the end of the job and of mpirun; end the job where that must be done."""

@@ -18,6 +18,7 @@ from hvd_keras.launch.onhost import sweep
 from hvd_keras.launch.onhost.cores import usable_cores, usable_gpus
 from hvd_keras.launch.onhost.rsh_agent import ssh_command
 from hvd_keras.launch.start import all_hosts, command, hosts, network, slurm
+from hvd_keras.launch.start.all_hosts import Remains
 from hvd_keras.launch.start.hosts import Host
 from hvd_keras.launch.start.mpirun import find_mpirun
 from hvd_keras.launch.start.remote_shell import RemoteShell
@@ -419,7 +420,7 @@ def test_all_hosts_are_cleaned_up_at_once(hvdrun) -> None:
     names = [f"n{number}" for number in range(150)]
 
     async def sweep_all() -> set[str]:
-        work = asyncio.create_task(all_hosts.sweep_hosts(names, RemoteShell([str(reach)]), [], 0.0))
+        work = asyncio.create_task(Remains(RemoteShell([str(reach)])).sweep(names))
         with (hvdrun.folder / "gate").open("w") as gate:
             fcntl.flock(gate, fcntl.LOCK_EX)
             while len([*hvdrun.folder.glob("here-*")]) < len(names) and not work.done():
@@ -439,7 +440,7 @@ def test_the_limit_is_that_of_each_host(hvdrun, monkeypatch) -> None:
     )
     reach.chmod(0o755)
     shell = RemoteShell([str(reach)])
-    assert asyncio.run(all_hosts.sweep_hosts(["n2", "n1", "n3"], shell, [], 0.0)) == {"n2", "n3"}
+    assert asyncio.run(Remains(shell).sweep(["n2", "n1", "n3"])) == {"n2", "n3"}
 
 
 @pytest.mark.parametrize(
@@ -485,7 +486,7 @@ def test_a_greeting_of_the_hosts_shell_is_no_answer(hvdrun, capsys) -> None:
     reach.write_text('#!/bin/sh\necho Welcome to $1\n[ "$1" = n1 ] && exec sh -c "$2"\nexit 3\n')
     reach.chmod(0o755)
     shell = RemoteShell([str(reach)])
-    lost = asyncio.run(all_hosts.sweep_hosts(["n1", "n2"], shell, ["0"], 0.0))
+    lost = asyncio.run(Remains(shell, starts=["0"]).sweep(["n1", "n2"]))
     assert lost == set()
     told = f"it cannot run {sys.executable}: exit status 3: no output\n"
     assert capsys.readouterr().err == f"hvdrun: n2: the clean-up failed: {told}"

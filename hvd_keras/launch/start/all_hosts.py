@@ -3,8 +3,9 @@
 import asyncio
 import json
 import os
+import secrets
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hvd_keras.launch.errors import say
@@ -88,23 +89,35 @@ def difference(
     return ""
 
 
-async def sweep_hosts(
-    names: Collection[str] | None, reach: Reach, jobs: list[str], grace: float
-) -> set[str]:
-    """Kill processes and remove files of these jobs, here alone without names of hosts.
+@dataclass
+class Remains:
+    """What may be left of a job, and on which hosts."""
 
-    Returns the hosts that cannot be reached.
-    """
-    if names is None:
-        stuck = await asyncio.to_thread(sweep.sweep, jobs, grace)
-        answers = {"": Answer(" ".join(map(str, stuck)))}
-    else:
-        answers = await ask_all(names, reach, sweep, ["-I", "-S", "-", str(grace), *jobs])
-    for name, answer in answers.items():
-        where = f"{name}: " if name else ""
-        if answer.problem and not answer.away:
-            say(f"{where}the clean-up failed: it {answer.problem}")
-        if answer.text:
-            processes = ", ".join(answer.text.split())
-            say(f"{where}cannot kill process {processes} of the job")
-    return {name for name, answer in answers.items() if answer.away}
+    reach: Reach
+    is_local: bool = False  # on this host alone
+    starts: list[str] = field(default_factory=list)  # the numbers of the job's starts
+    # The number of the servers that have the ranks' imports ready.
+    server: str = field(default_factory=lambda: secrets.token_hex(8))
+    hosts: set[str] = field(default_factory=set)  # of all starts
+    lost: set[str] = field(default_factory=set)  # of these, what could not be reached after one
+
+    async def sweep(
+        self, names: Collection[str], grace: float = 0.0, *, servers: bool = False
+    ) -> set[str]:
+        """Kill processes and remove files on these hosts; returns those that are lost."""
+        jobs = [*self.starts, *[self.server] * servers]
+        if self.is_local:
+            stuck = await asyncio.to_thread(sweep.sweep, jobs, grace)
+            answers = {"": Answer(" ".join(map(str, stuck)))}
+        else:
+            answers = await ask_all(names, self.reach, sweep, ["-I", "-S", "-", str(grace), *jobs])
+        for name, answer in answers.items():
+            where = f"{name}: " if name else ""
+            if answer.problem and not answer.away:
+                say(f"{where}the clean-up failed: it {answer.problem}")
+            if answer.text:
+                processes = ", ".join(answer.text.split())
+                say(f"{where}cannot kill process {processes} of the job")
+        lost = {name for name, answer in answers.items() if answer.away}
+        self.lost = self.lost - set(names) | lost
+        return lost
