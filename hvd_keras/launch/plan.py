@@ -1,8 +1,7 @@
 """The command that starts the ranks of a job, with its settings and files."""
 
 import os
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from hvd_keras.launch.job_spec import JobSpec
 from hvd_keras.launch.onhost import process, worker
 from hvd_keras.launch.onhost.cores import thread_settings, usable_cores
 from hvd_keras.launch.start.all_hosts import Facts
-from hvd_keras.launch.start.dialects import VARIABLES, Start
+from hvd_keras.launch.start.dialects import VARIABLES, Plan
 from hvd_keras.launch.start.hosts import Host, count, describe
 from hvd_keras.launch.start.network import common_network
 
@@ -45,27 +44,6 @@ class Placement:
         return f"{ranks} on this host, {cores} core{'s' * (cores != 1)}{each}"
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The settings and the command of mpirun or srun, and the files that they need."""
-
-    settings: Mapping[str, str]
-    command: Sequence[str]
-    files: Mapping[Path, str]
-    environment: Mapping[str, str]  # for the ranks, besides what depends on their hosts
-    is_local: bool
-
-    def describe(self) -> str:
-        """Describe the plan for the user, without the secret."""
-        # Ranks on other hosts get much of our environment.
-        shown = {**self.settings, **(self.environment if self.is_local else {})}
-        shown[worker.SECRET] = "SECRET"
-        lines = [f"{name}={shlex.quote(value)}" for name, value in shown.items()]
-        for path, text in self.files.items():
-            lines += [f"{path}: {line}" for line in text.splitlines() if line != "#!/bin/sh"]
-        return "\n".join([*lines, shlex.join(self.command)])
-
-
 def rank_environment(spec: JobSpec, size: int, directory: Path, job: str) -> dict[str, str]:
     """Return what ranks get besides what depends on their host; here, besides our environment."""
     given, own = spec.options, os.environ
@@ -94,10 +72,9 @@ def plan(
     spec: JobSpec, placement: Placement, directory: Path, job: str, secret: str, addresses: str
 ) -> Plan:
     """Plan how to start the ranks' workers."""
-    variables = dict(zip(VARIABLES, (job, addresses, secret), strict=True))
     given, dialect = spec.options, spec.dialect
     interface = given.network_interface
-    start = Start(
+    made = Plan(
         placement.hosts,
         spec.is_local,
         directory,
@@ -105,7 +82,8 @@ def plan(
         network=None if spec.is_local else interface or common_network(placement.hosts),
         oversubscribe=given.oversubscribe,
         extra=given.mpi_args,
+        environment=rank_environment(spec, placement.size, directory, job),
+        settings=dict(zip(VARIABLES, (job, addresses, secret), strict=True)),
     )
-    command, files, settings = dialect.launch(start)
-    environment = rank_environment(spec, placement.size, directory, job)
-    return Plan({**variables, **settings}, command, files, environment, spec.is_local)
+    dialect.complete(made)
+    return made

@@ -23,7 +23,8 @@ from hvd_keras.launch.job_spec import JobSpec
 from hvd_keras.launch.onhost import limits
 from hvd_keras.launch.onhost.channel import new_secret
 from hvd_keras.launch.onhost.process import die_with_parent
-from hvd_keras.launch.plan import POSTMORTEM, Placement, Plan, plan
+from hvd_keras.launch.plan import POSTMORTEM, Placement, plan
+from hvd_keras.launch.start.dialects import Plan
 from hvd_keras.launch.start.network import own_addresses
 
 # Bytes of mpirun's own text that are kept, and read at once; its banners are far shorter.

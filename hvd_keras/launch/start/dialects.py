@@ -1,10 +1,11 @@
 """How each MPI's mpirun is told to start a job: one class for each MPI, and `slurm.Srun`.
 
-A dialect has all in which the MPIs differ. What it returns depends on its arguments and on the
-user's own settings for MPI alone.
+A dialect has all in which the MPIs differ. What it adds depends on the plan and on the user's own
+settings for MPI alone.
 """
 
 import os
+import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,9 +21,9 @@ WORKER = program("launch.onhost.worker")
 VARIABLES = (process.JOB, worker.ADDRESSES, worker.SECRET)
 
 
-@dataclass(frozen=True)
-class Start:
-    """One start of a job, as a dialect needs it."""
+@dataclass
+class Plan:
+    """How one start of a job begins; a dialect adds the command, and what this needs."""
 
     hosts: Sequence[Host]  # with the number of ranks of each
     is_local: bool  # they are this host alone
@@ -31,19 +32,29 @@ class Start:
     network: str | None  # the interface or the network between the hosts, if it is known
     oversubscribe: bool  # there may be more ranks than cores or slots
     extra: Sequence[str]  # the user's own arguments
+    environment: Mapping[str, str]  # of the ranks, besides what depends on their hosts
+    settings: dict[str, str]  # of mpirun or srun
+    files: dict[Path, str] = field(default_factory=dict)
+    command: Sequence[str] = ()
 
-    def command(self, path: str, *options: str) -> list[str]:
-        """Return the command of mpirun or srun with these options."""
-        return [path, "-n", str(count(self.hosts)), *options, *self.extra, *WORKER]
+    def start_by(self, path: str, *options: str) -> None:
+        """Make the command of this mpirun or srun, with these options."""
+        self.command = [path, "-n", str(count(self.hosts)), *options, *self.extra, *WORKER]
 
     @property
     def slots(self) -> list[str]:
         """The hosts as "server1:4"."""
         return [f"{host.name}:{host.slots}" for host in self.hosts]
 
-
-# A command, and the files and the environment settings that it needs.
-Launch = tuple[list[str], dict[Path, str], dict[str, str]]
+    def describe(self) -> str:
+        """Describe the plan for the user, without the secret."""
+        # Ranks on other hosts get much of our environment.
+        shown = {**self.settings, **(self.environment if self.is_local else {})}
+        shown[worker.SECRET] = "SECRET"
+        lines = [f"{name}={shlex.quote(value)}" for name, value in shown.items()]
+        for path, text in self.files.items():
+            lines += [f"{path}: {line}" for line in text.splitlines() if line != "#!/bin/sh"]
+        return "\n".join([*lines, shlex.join(self.command)])
 
 
 @dataclass(frozen=True)
@@ -59,8 +70,8 @@ class Dialect:
     # The variables of our environment that the program must not get, on several hosts.
     withheld: ClassVar[Sequence[str]] = ()
 
-    def launch(self, start: Start) -> Launch:
-        """Return what starts the ranks."""
+    def complete(self, plan: Plan) -> None:
+        """Add what starts the ranks."""
         raise NotImplementedError
 
     def rank_settings(self, memory: str) -> Mapping[str, str]:
@@ -78,32 +89,33 @@ class OpenMpi4(Dialect):
     memory, option, ssh, networks = "vader", "--mca", "plm_rsh", "oob_tcp_if_include"
     folder = "OMPI_MCA_orte_tmpdir_base"
 
-    def policy(self, start: Start, oversubscribe: bool) -> list[str]:
+    def policy(self, plan: Plan, oversubscribe: bool) -> list[str]:
         """How cores are counted."""
         return ["--use-hwthread-cpus"] + ["--oversubscribe"] * oversubscribe
 
-    def launch(self, start: Start) -> Launch:
+    def complete(self, plan: Plan) -> None:
         # Hardware threads count as cores, as in the affinity mask that hvdrun checks against. On
         # several hosts the slots are the user's wish or were counted by hvdrun.
-        words = self.policy(start, start.oversubscribe or not start.is_local)
-        if "--bind-to" not in start.extra:  # mpirun refuses to get it twice
+        words = self.policy(plan, plan.oversubscribe or not plan.is_local)
+        if "--bind-to" not in plan.extra:  # mpirun refuses to get it twice
             words += ["--bind-to", "none"]
         if os.geteuid() == 0:
             words.append("--allow-run-as-root")
-        files = {}
-        if not start.is_local:
-            files = {(agent := start.directory / "ssh"): start.agent}
-            words += self._hosts(start, agent)
+        if not plan.is_local:
+            words += self._hosts(plan)
         for name in VARIABLES:
             words += ["-x", name]
-        return start.command(self.path, *words), files, {self.folder: str(start.directory)}
+        plan.settings[self.folder] = str(plan.directory)
+        plan.start_by(self.path, *words)
 
-    def _hosts(self, start: Start, agent: Path) -> list[str]:
+    def _hosts(self, plan: Plan) -> list[str]:
         if " " in (folder := tempfile.gettempdir()):
             raise UsageError(
                 f"got the temporary folder {folder!r}; Open MPI accepts no "
                 "blank in its name; set TMPDIR to another folder"
             )
+        agent = plan.directory / "ssh"
+        plan.files[agent] = plan.agent
         parameters = {
             # By sh, because programs in the folder for temporary files may be forbidden.
             f"{self.ssh}_agent": f"/bin/sh {agent}",
@@ -113,11 +125,11 @@ class OpenMpi4(Dialect):
             "oob_tcp_keepalive_probes": str(limits.DAEMON_COUNT),
         }
         ours = []
-        if start.network is not None:
-            parameters[self.networks] = start.network
-            ours = ["--mca", "btl_tcp_if_include", start.network]
+        if plan.network is not None:
+            parameters[self.networks] = plan.network
+            ours = ["--mca", "btl_tcp_if_include", plan.network]
         words = [word for one in parameters.items() for word in (self.option, *one)]
-        return ["-H", ",".join(start.slots), *words, *ours]
+        return ["-H", ",".join(plan.slots), *words, *ours]
 
     def rank_settings(self, memory: str) -> Mapping[str, str]:
         return {f"OMPI_MCA_btl_{self.memory}_backing_directory": memory}
@@ -129,17 +141,16 @@ class OpenMpi5(OpenMpi4):
     memory, option, ssh, networks = "sm", "--prtemca", "plm_ssh", "prte_if_include"
     folder = "PRTE_MCA_prte_local_tmpdir_base"
 
-    def policy(self, start: Start, oversubscribe: bool) -> list[str]:
-        if "--map-by" in start.extra:
+    def policy(self, plan: Plan, oversubscribe: bool) -> list[str]:
+        if "--map-by" in plan.extra:
             return []
-        policy = "" if start.is_local else "slot"
+        policy = "" if plan.is_local else "slot"
         return ["--map-by", policy + ":HWTCPUS" + ":OVERSUBSCRIBE" * oversubscribe]
 
-    def launch(self, start: Start) -> Launch:
-        command, files, settings = super().launch(start)
+    def complete(self, plan: Plan) -> None:
+        super().complete(plan)
         if "OMPI_MCA_btl" not in os.environ:  # a search for networks takes a second
-            settings["OMPI_MCA_btl"] = "^ofi"
-        return command, files, settings
+            plan.settings["OMPI_MCA_btl"] = "^ofi"
 
 
 @dataclass(frozen=True)
@@ -154,23 +165,23 @@ class Hydra(Dialect):
     kills_workers = True
     withheld = ("TMPDIR",)  # it would replace the one that the agent sets on each host
 
-    def launch(self, start: Start) -> Launch:
-        words, files = [], {}
-        if not start.is_local:
+    def complete(self, plan: Plan) -> None:
+        words = []
+        if not plan.is_local:
             if os.statvfs(folder := tempfile.gettempdir()).f_flag & os.ST_NOEXEC:
                 raise UsageError(
                     f"got the temporary folder {folder!r}, in which no program may run (noexec); "
                     "MPICH and Intel MPI start one there; set TMPDIR to another folder"
                 )
-            agent, machines = start.directory / "ssh", start.directory / "machines"
-            files = {agent: start.agent, machines: "\n".join([*start.slots, ""])}
+            agent, machines = plan.directory / "ssh", plan.directory / "machines"
+            plan.files |= {agent: plan.agent, machines: "\n".join([*plan.slots, ""])}
             words = ["-machinefile", str(machines)]
             words += ["-bootstrap", "ssh", "-bootstrap-exec", str(agent)]
-            if start.network is not None and "/" not in start.network:
-                words += ["-iface", start.network]
-        # Intel's is a script that needs the programs beside it.
-        settings = {"PATH": path_beside(self.path)} if self.is_intel else {}
-        return start.command(self.path, *words), files, settings
+            if plan.network is not None and "/" not in plan.network:
+                words += ["-iface", plan.network]
+        if self.is_intel:  # a script that needs the programs beside it
+            plan.settings["PATH"] = path_beside(self.path)
+        plan.start_by(self.path, *words)
 
 
 def path_beside(path: str) -> str:

