@@ -28,9 +28,7 @@ from hvd_keras.launch.start.hosts import Host
 async def run(spec: JobSpec) -> Verdict:
     """Run the job until it succeeds, the user ends it, or the restarts are used up."""
     signals, given = Signals(), spec.options
-    output = Output(
-        given.prefix, given.output_dir, given.verbose, signals.changed.set, signals.patient
-    )
+    output = Output(given.prefix, given.output_dir, given.verbose, signals)
     errors.voice = output.say
     try:
         return await _run(spec, signals, output)

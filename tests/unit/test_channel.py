@@ -21,6 +21,7 @@ from hvd_keras.agents.link import Link
 from hvd_keras.launch.follow.output import Destination, Output
 from hvd_keras.launch.follow.ranks import UNPROVEN, Ranks
 from hvd_keras.launch.follow.statistics import Statistics
+from hvd_keras.launch.follow.supervise import Signals
 from hvd_keras.launch.onhost import limits
 from hvd_keras.launch.onhost.channel import (
     GREETING,
@@ -148,7 +149,7 @@ async def listen(
     folder: Path, size: int, call: Path | None = None
 ) -> tuple[Ranks, tuple[str, int]]:
     """A job of so many ranks that waits for its workers, and its address."""
-    output = Output(True, None, False, changed=lambda: None, patient=lambda: True)
+    output = Output(True, None, False, Signals())
     told = (output, Statistics(), lambda: None, False, call)
     ranks = Ranks(size, ["127.0.0.1"], SECRET, launcher.LIMIT, folder, {}, *told)
     host, _, port = ranks.addresses.rpartition(":")

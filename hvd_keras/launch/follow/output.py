@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvd_keras.launch.errors import refusing, say, say_once
+from hvd_keras.launch.follow.supervise import Signals
 from hvd_keras.launch.onhost.limits import PARTIAL_LINE_DELAY
 
 TAIL_LIMIT = 1 << 16  # bytes of a rank's last errors that are kept, to tell why it failed
@@ -187,21 +188,16 @@ class Stream:
 class Output:
     """All that hvdrun prints: its own words, and the ranks' streams, which `directory` gets, too.
 
-    `verbose` shows TensorFlow's notices. Calls `changed` when nothing can be written any more. The
-    ranks wait for the reader while hvdrun is `patient`.
+    `verbose` shows TensorFlow's notices. Sets `signals.changed` when nothing can be written any
+    more. The ranks wait for the reader while hvdrun is patient.
     """
 
     def __init__(
-        self,
-        prefix: bool,
-        directory: str | None,
-        verbose: bool,
-        changed: Callable[[], None],
-        patient: Callable[[], bool],
+        self, prefix: bool, directory: str | None, verbose: bool, signals: Signals
     ) -> None:
         self._drops_notices = not verbose and os.environ.get("TF_CPP_MIN_LOG_LEVEL") != "0"
         self.room = asyncio.Event()  # the reader has read something
-        self._failed, self._patient = changed, patient
+        self._signals = signals
         self._out = Destination(1, self._note)
         self._err = self._out if os.path.sameopenfile(1, 2) else Destination(2, self._note)
         self._prefix = prefix
@@ -240,12 +236,12 @@ class Output:
     @property
     def full(self) -> bool:
         """Whether the reader is so slow that the ranks should wait."""
-        return self._patient() and max(self._out.waiting, self._err.waiting) > WAITING_LIMIT
+        return self._signals.patient() and max(self._out.waiting, self._err.waiting) > WAITING_LIMIT
 
     def _note(self) -> None:
         self.room.set()
         if self.error is not None:
-            self._failed()
+            self._signals.changed.set()
 
     @property
     def empty(self) -> bool:
