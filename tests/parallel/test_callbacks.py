@@ -179,7 +179,7 @@ def ramp(steps: int, batches: range) -> list[float]:
     return [0.3 / SIZE * (1 + (SIZE - 1) * min(1.0, (i + 1) / steps)) for i in batches]
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("accumulated", [None, 4])
 @pytest.mark.parametrize("known", [True, False])
 def test_warmup_over_steps_ends_within_an_epoch(known: bool, accumulated: int | None) -> None:
@@ -330,7 +330,7 @@ def test_best_checkpoint_is_chosen_by_all_ranks_metrics(directory: pathlib.Path)
         np.testing.assert_array_equal(training.flat(saved), training.flat(model))
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("cls", [hvd.callbacks.ModelCheckpoint, keras.callbacks.ModelCheckpoint])
 @pytest.mark.parametrize("save_freq", ["epoch", 2])
 def test_checkpoint_that_cannot_be_written_is_an_error_on_all_ranks(

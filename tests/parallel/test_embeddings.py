@@ -146,7 +146,7 @@ def adam(**options: Any) -> Any:
     return keras.optimizers.Adam(0.05, **options)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("make_optimizer", "shard"),
     [

@@ -73,7 +73,7 @@ def assert_equal(alone, together, **tolerance) -> None:
     training.assert_bit_identical_on_all_ranks(together)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("feed", [arrays, dataset, py_dataset, generator])
 def test_kinds_of_data(feed) -> None:
     assert_equal(*both(training.dense_model, feed, epochs=2))

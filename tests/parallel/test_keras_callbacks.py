@@ -167,8 +167,7 @@ def with_metric_average(order: str, callback: keras.callbacks.Callback) -> list:
     ]
 
 
-@pytest.mark.cases(3)
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @ORDERS
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_early_stopping_stops_all_ranks_after_the_same_epoch(order: str, shape) -> None:

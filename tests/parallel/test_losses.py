@@ -89,6 +89,7 @@ class OwnTape(keras.Model):
         return {"loss": loss}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("reduction", "op"), [("sum", hvd.Sum), (NONE, hvd.Average)])
 def test_a_tape_in_fit(reduction: str, op, monkeypatch) -> None:
     x, y, _ = rows()
@@ -203,7 +204,7 @@ CASES = {
 }
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", CASES)
 def test_as_one_process(name: str) -> None:
     alone, together = train(**CASES[name])
@@ -261,7 +262,7 @@ def mean(y_true, y_pred):
     return tf.reduce_mean((y_true - y_pred) ** 2) / 2.0
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.skipif(SIZE == 1, reason="one rank divides as one process")
 @pytest.mark.parametrize(
     ("loss", "told"),

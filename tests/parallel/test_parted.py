@@ -268,7 +268,7 @@ class Batches(keras.utils.PyDataset):
         return self.x[4 * i : 4 * i + 4], self.y[4 * i : 4 * i + 4]
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", range(4), ids=["arrays", "dataset", "shuffled", "PyDataset"])
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_all_ranks_train_on_the_same_rows(kind: int, at_once: int, told) -> None:

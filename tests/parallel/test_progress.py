@@ -66,7 +66,7 @@ def lines(capsys) -> list[tuple[str, ...]]:
     return [match.groups() for match in found]
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("verbose", [0, 1, "auto"])
 @pytest.mark.parametrize("known", [True, False])
 def test_a_log_has_one_line_per_epoch_by_rank_0(capsys, known: bool, verbose) -> None:
@@ -76,7 +76,7 @@ def test_a_log_has_one_line_per_epoch_by_rank_0(capsys, known: bool, verbose) ->
         assert metrics == f"loss: {history['loss'][i]:.4f}"
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
 @pytest.mark.parametrize("known", [True, False])
 def test_samples_of_all_ranks_are_counted(capsys, known: bool, steps_per_execution: int) -> None:

@@ -109,7 +109,7 @@ def test_shares_of_every_optimizer_with_every_option(optimizer: str, option: str
 
 # Of the table above, which takes minutes: each optimizer and each option at least once, without
 # the time that it takes to trace.
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("number", range(len(EVERY)) if SIZE == 2 else (2, 3, 8))
 def test_shares(number: int) -> None:
@@ -128,7 +128,7 @@ def test_options_that_need_all_ranks() -> None:
             assert_bit_equal(made("Adam", **OPTIONS[option]), eagerly=True)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @two
 @pytest.mark.parametrize(
     "options",

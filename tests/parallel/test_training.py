@@ -72,7 +72,7 @@ class Own(optimizers.Optimizer):
 MODELS = {"dense": training.dense_model, "sparse": training.sparse_model}
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("eagerly", [False, True])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("optimizer", MAIN)
@@ -255,7 +255,7 @@ def test_mixed_float16_in_fit() -> None:
     training.assert_bit_identical_on_all_ranks(model)
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("as_dense", [False, True])

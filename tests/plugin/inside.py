@@ -41,7 +41,7 @@ def pytest_addoption(parser) -> None:
     parser.addoption(
         "--fuzz-cases",
         type=int,
-        default=100,
+        default=60,
         metavar="N",
         help="random collectives in test_fuzz.py (default: %(default)s)",
     )

@@ -258,6 +258,7 @@ def test_xla_on_gpus(fake_cuda: dict[str, str]) -> None:
     assert job.output.count("ok  two_programs_at_once") == 2, job.output
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_c_api_on_gpus(fake_cuda: dict[str, str], size: int) -> None:
     command = [sys.executable, "-u", "-m", "tests.gpu.c_api"]

@@ -60,7 +60,7 @@ def test_pad_uses_each_row_once_and_all_batches_have_one_shape(kind: str, shuffl
         assert {tuple(spec.shape) for spec in dataset.element_spec} == {(BATCH,)}
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_share_gives_ranks_equally_many_rows_and_keeps_the_structure(
@@ -84,7 +84,7 @@ def test_share_gives_ranks_equally_many_rows_and_keeps_the_structure(
                 assert min(step) == number * TOGETHER
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_trim_drops_the_incomplete_step_only(kind: str) -> None:
     for length in LENGTHS:

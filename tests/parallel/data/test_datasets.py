@@ -36,7 +36,7 @@ def no_global_seed() -> None:
     tf.random.set_seed(None)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "make",
     [
