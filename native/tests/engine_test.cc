@@ -17,10 +17,10 @@ using test::with_engine;
 
 std::string numbered(const std::string& name, int64_t i) { return name + std::to_string(i); }
 
-// Around the thresholds of transports: 128 bytes that travel with a proposal, 16 KiB in one
-// message, or 32 or 64; chunks of up to 4 MiB.
+// Around the thresholds of transports: 8 KiB that travel with a proposal, 16 KiB in one message, or
+// 32 or 64; chunks of up to 4 MiB.
 constexpr int64_t kSizes[] = {
-    0,       1,    2,     5,    32, 33, 4095, 4096, 4097, (1 << 20) - 1, 1 << 20, (1 << 20) + 1,
+    0,       1,    2,     5,    2048, 2049, 4095, 4096, 4097, (1 << 20) - 1, 1 << 20, (1 << 20) + 1,
     9 << 18, 8191, 16384, 16385};
 
 void allreduce_of_all_sizes() {

@@ -25,6 +25,9 @@ constexpr int64_t kGapBytes = 4096;
 // Bytes of each slot that are committed from the start: enough for anything but gradients.
 constexpr int64_t kSmallBytes = 4096;
 
+// For what ranks of a host tell each other of an agreement.
+constexpr int64_t kSharedBytes = 20 << 10;
+
 // With more ranks, a piece for each would be a short message; those of MpiTransport are longer.
 constexpr int kManyRanks = 256;
 
@@ -77,7 +80,7 @@ ClusterTransport::ClusterTransport(std::unique_ptr<MpiTransport>* mpi, MPI_Comm 
   try {
     const SharedMemory::Area slot = {full_chunk_bytes_ + kGapBytes, kSmallBytes};
     std::vector<SharedMemory::Area> areas(kWindow, slot);
-    areas.push_back({kSmallBytes, kSmallBytes});
+    areas.push_back({kSharedBytes, kSharedBytes});
     memory_ = std::make_unique<SharedMemory>(host, neighbours, areas);
   } catch (const std::runtime_error& error) {
     why = error.what();
@@ -125,7 +128,7 @@ struct ClusterTransport::Shared {
 };
 
 ClusterTransport::Shared& ClusterTransport::shared(int local_rank) const {
-  static_assert(sizeof(Shared) <= kSmallBytes);
+  static_assert(sizeof(Shared) <= kSharedBytes);
   return *reinterpret_cast<Shared*>(memory_->area(local_rank, kWindow));
 }
 

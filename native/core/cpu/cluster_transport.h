@@ -12,7 +12,7 @@
 // the next is packed and the previous one unpacked. The bytes between hosts do not grow with the
 // ranks of a host. Counters in shared memory show each rank's progress.
 //
-// Agreements, with tiny sums, go the same way: through shared memory to the first rank of each
+// Agreements, with small sums, go the same way: through shared memory to the first rank of each
 // host, between these, and back. Reducescatter and allgather work likewise, too: each rank has a
 // partner on each other host, and each host sends its sum of a piece, or a piece, once. All other
 // collectives go over MPI, from rank to rank.

@@ -12,10 +12,6 @@ namespace {
 // Measured with up to 64 hosts (benchmarks/data/NOTES.md): the times are equal at 32.
 constexpr int kManyHosts = 32;
 
-// What is less, from all hosts, goes to all: that takes fewer messages, and less time than their
-// latencies.
-constexpr int64_t kGatheredBytes = 64 << 10;
-
 // Reduce-scatter, then allgather, each by direct messages between all pairs of some hosts: two
 // latencies, whatever their number. Terms are added in the order of these hosts.
 class Direct : public InterHostExchange {

@@ -25,6 +25,10 @@ struct Slice {
   Factors factors;  // for the sum over all hosts
 };
 
+// What is at most so much, from all hosts, goes to all: that takes fewer messages, and less time
+// than their latencies.
+constexpr int64_t kGatheredBytes = 64 << 10;
+
 // Messages between hosts, and what becomes of them.
 class InterHostExchange : protected Messages {
  public:
@@ -45,13 +49,13 @@ class InterHostExchange : protected Messages {
 std::unique_ptr<InterHostExchange> new_inter_host_allreduce(Allreduce algorithm, MPI_Comm hosts,
                                                             const Slice& slice, int tag);
 
-// What the hosts (or ranks) of a communicator propose, and their terms of tiny sums, which travel
+// What the hosts (or ranks) of a communicator propose, and their terms of small sums, which travel
 // along. By recursive doubling the hosts reduce the summaries and gather the terms, in log2 H steps
 // of one message from each host, and two more if H is no power of two (Thakur et al., 2005,
 // https://doi.org/10.1177/1094342005051521). Used again and again.
 class ProposalExchange : protected Messages {
  public:
-  static constexpr int64_t kMostAlong = 128;
+  static constexpr int64_t kMostAlong = 8 << 10;
   struct Message {
     Summary summary;
     char along[kMostAlong];
@@ -60,7 +64,7 @@ class ProposalExchange : protected Messages {
   ProposalExchange(MPI_Comm hosts, int tag);
 
   // How many bytes of each host travel along, at most.
-  static int64_t most_along(int hosts) { return std::min(kMostAlong, kMostOfAll / hosts); }
+  static int64_t most_along(int hosts) { return std::min(kMostAlong, kGatheredBytes / hosts); }
 
   // `along`: how many do, the same on all hosts if they propose the same.
   void start(const Message& mine, int64_t along);
@@ -77,10 +81,9 @@ class ProposalExchange : protected Messages {
   const char* along(int host) const { return all_.along + place(host) * along_; }
 
  private:
-  static constexpr int64_t kMostOfAll = 2 << 10;
   struct Part {  // the summary and the terms of some hosts
     Summary summary;
-    char along[kMostOfAll];
+    char along[kGatheredBytes];
   };
   struct Places {
     int begin, end;

@@ -9,7 +9,7 @@
 // Each element is summed once, by one rank, in rank order: all ranks hold the same bits and a rerun
 // repeats them, whatever algorithms MPI picks.
 //
-// The tensors of a tiny allreduce travel with the ranks' proposals, and every rank sums all
+// The tensors of a small allreduce travel with the ranks' proposals, and every rank sums all
 // of them. The steps of an agreement grow with the logarithm of the ranks' number.
 //
 // Nothing blocks in MPI: each wait can end with an error that names who is missing.
