@@ -44,8 +44,8 @@ def extended(other: Extension) -> Extension:
 def _inside(command: Sequence[str], scale_batch: bool) -> list[str]:
     """Return the command of a Python script with the module that runs it, behind Python's flags."""
     python, *words = command
-    place = next((i for i, word in enumerate(words) if word == "-m" or word[0] != "-"), len(words))
-    if not re.fullmatch(r"python[\d.]*", Path(python).name) or place == len(words):
+    place = command_check.options_before(words)
+    if not re.fullmatch(r"python[\d.]*", Path(python).name) or words[place:][:1] in ([], ["-c"]):
         raise UsageError(
             f"--auto got the command {' '.join(command)!r}; expected a Python script or -m module"
         )

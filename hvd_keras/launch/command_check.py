@@ -14,8 +14,8 @@ import hvd_keras
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.options import EXAMPLE
 
-# Options of the interpreter that have no value and come before a script.
-_FLAGS = re.compile(r"-[bBdEiIOPqsSuvx]+")
+# Options of the interpreter whose value is the next word.
+_WITH_VALUE = re.compile(r"-[bBdEiIOPqsSuvx]*[WX]|--check-hash-based-pycs")
 
 # A script that cannot do without hvd_keras.
 _IMPORT = re.compile(rb"^(import|from) +hvd_keras\b", re.MULTILINE)
@@ -29,12 +29,20 @@ def resolve(command: Sequence[str]) -> list[str]:
     if path is None:
         raise UsageError(_why_not(command[0]))
     if path == sys.executable or re.fullmatch(r"python[\d.]*", Path(path).name):
-        words = [word for word in command[1:] if not _FLAGS.fullmatch(word)]
+        words = command[1 + options_before(command[1:]) :]
         if words and not words[0].startswith("-"):
             _check_script(Path(words[0]), path)
         elif words[:2] == ["-m", "hvd_keras.check"]:
             _check_packages(path)
     return [path, *command[1:]]
+
+
+def options_before(words: Sequence[str]) -> int:
+    """Return how many of the words behind a Python come before a script, ``-m`` or ``-c``."""
+    count = 0
+    while count < len(words) and words[count].startswith("-") and words[count] not in ("-m", "-c"):
+        count += 2 if _WITH_VALUE.fullmatch(words[count]) else 1
+    return min(count, len(words))
 
 
 def _why_not(program: str) -> str:

@@ -85,7 +85,8 @@ def test_a_script_of_one_process(hosts: Hosts, tmp_path: Path) -> None:
     folders = tmp_path / "alone", tmp_path / "together"
     for folder in folders:
         folder.mkdir()
-    alone = hosts[0].run(command, timeout=cluster.LIMIT, cwd=folders[0], env=cluster.environment())
+    environment = cluster.environment() | {"PYTHONDONTWRITEBYTECODE": "1"}  # not into TMPDIR
+    alone = hosts[0].run(command, timeout=cluster.LIMIT, cwd=folders[0], env=environment)
     options = ["-H", "server2:1,server3:1", "--auto", "--no-prefix"]
     together = cluster.run(hosts[0], *options, *command, folder=folders[1])
     assert together.returncode == 0, together.stderr

@@ -249,7 +249,8 @@ def test_a_job_that_exchanges_no_gradient_fails(launcher: Launcher) -> None:
 def test_module_arguments_and_command(launcher: Launcher) -> None:
     launcher.script("import sys; print(sys.argv[1:], __name__)", "told.py")
     assert auto(launcher, 2, "-m", "told", "a", "--b").stdout == "['a', '--b'] __main__\n"
-    assert auto(launcher, 2, sys.executable, "-u", "told.py", "a").stdout == "['a'] __main__\n"
+    options = ["-u", "-W", "ignore"]
+    assert auto(launcher, 2, sys.executable, *options, "told.py", "a").stdout == "['a'] __main__\n"
     (launcher.folder / "folder").mkdir()
     launcher.script("import sys; print(sys.argv[1:], __name__, sys.path[:1])", "folder/__main__.py")
     job = auto(launcher, 2, sys.executable, "folder", "a")
