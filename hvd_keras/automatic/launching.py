@@ -45,7 +45,8 @@ def _inside(command: Sequence[str], scale_batch: bool) -> list[str]:
     """Return the command of a Python script with the module that runs it, behind Python's flags."""
     python, *words = command
     place = command_check.options_before(words)
-    if not re.fullmatch(r"python[\d.]*", Path(python).name) or words[place:][:1] in ([], ["-c"]):
+    is_python = re.fullmatch(r"python[\d.]*", Path(python).name)
+    if not is_python or place == len(words) or re.match("-(?!m$)", words[place]):
         raise UsageError(
             f"--auto got the command {' '.join(command)!r}; expected a Python script or -m module"
         )

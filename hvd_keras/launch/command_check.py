@@ -14,8 +14,9 @@ import hvd_keras
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.options import EXAMPLE
 
-# Options of the interpreter whose value is the next word.
+# Options of the interpreter that take the next word, and those that end them, as in ``-uc``.
 _WITH_VALUE = re.compile(r"-[bBdEiIOPqsSuvx]*[WX]|--check-hash-based-pycs")
+_LAST = re.compile(r"-[bBdEiIOPqsSuvx]*[cm]")
 
 # A script that cannot do without hvd_keras.
 _IMPORT = re.compile(rb"^(import|from) +hvd_keras\b", re.MULTILINE)
@@ -40,7 +41,7 @@ def resolve(command: Sequence[str]) -> list[str]:
 def options_before(words: Sequence[str]) -> int:
     """Return how many of the words behind a Python come before a script, ``-m`` or ``-c``."""
     count = 0
-    while count < len(words) and words[count].startswith("-") and words[count] not in ("-m", "-c"):
+    while count < len(words) and words[count].startswith("-") and not _LAST.match(words[count]):
         count += 2 if _WITH_VALUE.fullmatch(words[count]) else 1
     return min(count, len(words))
 
