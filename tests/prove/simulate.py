@@ -31,6 +31,7 @@ MUTANTS = (
     (f"{ENGINE}/texts.cc", "if (waiting.count > 0)", "if (false)"),
     (f"{ENGINE}/ends.cc", "left_over.swap(queue_);", ""),
     (f"{CPU}/mpi_wait.cc", "throw_if_aborted();  // after the sleep", "// after the sleep"),
+    (f"{CPU}/mpi_wait.cc", "start_ += now - turned_;", ";"),
     # mpi_wait.cc without the check for an abort before a step: edges_test notices that.
     (
         f"{CPU}/mpi_wait.cc",

@@ -21,6 +21,10 @@ namespace {
 constexpr double kSpinSeconds = 200e-6;
 constexpr double kMaxSleepSeconds = 1e-3;
 
+// A thread that takes no turn for so long was stopped. It does not blame the others for that: what
+// they have sent may arrive now.
+constexpr double kStoppedSeconds = 0.5;
+
 // By which answers to a call of the roll may be late.
 constexpr double kLateAnswerSeconds = 2.0;
 
@@ -193,6 +197,9 @@ MpiWaiter::Wait::Wait(MpiWaiter& waiter, const Waiting& waiting)
 }
 
 void MpiWaiter::Wait::turn(bool something_has_come) {
+  const auto now = Clock::now();
+  if (Seconds(now - turned_).count() > kStoppedSeconds) start_ += now - turned_;
+  turned_ = now;
   const double waited = something_has_come ? 0 : seconds_since(start_);
   if (something_has_come) {
     start_ = Clock::now();

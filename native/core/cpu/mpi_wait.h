@@ -88,7 +88,7 @@ class MpiWaiter {
    private:
     MpiWaiter& waiter_;
     const Waiting& waiting_;
-    Clock::time_point start_ = Clock::now();
+    Clock::time_point start_ = Clock::now(), turned_ = start_;
     double next_call_ = kLongSeconds;  // after so long without progress
   };
 
