@@ -211,7 +211,6 @@ def test_convolution_with_regularisation_and_constraints() -> None:
     assert_equal(*both(make))
 
 
-@pytest.mark.slow
 def test_recurrent_text_model() -> None:
     def make():
         layers = keras.layers
