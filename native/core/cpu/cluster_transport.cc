@@ -157,8 +157,7 @@ std::optional<Agreement> ClusterTransport::agree(const Proposal& mine, const Req
 void ClusterTransport::propose(const Proposal& mine, const Request* next) {
   ProposalExchange::Message& message = shared(local_rank_).mine;
   message.summary = Summary(mine, rank());
-  const int64_t most = ProposalExchange::most_along(hosts_);
-  along_ = next && most > 0 ? small_group(*next, most) : std::nullopt;
+  along_ = next ? small_group(*next, ProposalExchange::most_along(hosts_)) : std::nullopt;
   if (along_) along_->in.copy_to(message.along, along_->in.left());
   memory_->counters().advance(HostCounters::arrived, 2 * agreements_++ + 1);
   proposed_ = true;

@@ -100,8 +100,7 @@ void MpiTransport::propose(const Proposal& mine, const Request* next) {
   waiter_->next_step();
   ProposalExchange::Message message;
   message.summary = Summary(mine, rank_);
-  const int64_t most = ProposalExchange::most_along(size());
-  along_ = next && most > 0 ? small_group(*next, most) : std::nullopt;
+  along_ = next ? small_group(*next, ProposalExchange::most_along(size())) : std::nullopt;
   const int64_t bytes = along_ ? along_->in.left() : 0;
   if (along_) along_->in.copy_to(message.along, bytes);
   proposals_.start(message, bytes);

@@ -200,9 +200,9 @@ void MpiWaiter::Wait::turn(bool something_has_come) {
   const auto now = Clock::now();
   if (Seconds(now - turned_).count() > kStoppedSeconds) start_ += now - turned_;
   turned_ = now;
-  const double waited = something_has_come ? 0 : seconds_since(start_);
+  const double waited = something_has_come ? 0 : Seconds(now - start_).count();
   if (something_has_come) {
-    start_ = Clock::now();
+    start_ = now;
     next_call_ = kLongSeconds;
   } else if (waited < kSpinSeconds) {
     std::this_thread::yield();
