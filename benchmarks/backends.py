@@ -184,8 +184,8 @@ def main() -> None:
                 command += ["--steps", str(options.steps)]
                 if side == "one":
                     cores = str(len(os.sched_getaffinity(0)))
-                    names = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
-                    command = ["env", *(f"{name}={cores}" for name in names), *command]
+                    threads = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
+                    command = ["env", *(f"{name}={cores}" for name in threads), *command]
                 else:
                     start = [sys.executable, "-m", "hvd_keras.hvdrun", "--oversubscribe"]
                     backend = ["KERAS_BACKEND=jax"] if side == "jax" else []

@@ -194,15 +194,16 @@ def main() -> None:
         "smoke": options.smoke,
         "machine": machine(),
         "load_before": os.getloadavg()[0],
-        "rows": [
-            row
-            for name, ranks, *more in jobs
-            for row in measured(name, ranks, options.smoke, *more)
-        ],
-        "load_after": os.getloadavg()[0],
+        "rows": [],
     }
-    write(results, options.output)
-    print(f"Results: {options.output / 'results.md'}")
+    try:
+        for name, ranks, *more in jobs:
+            results["rows"] += measured(name, ranks, options.smoke, *more)
+    finally:  # a benchmark that fails does not lose the others' results
+        if results["rows"]:
+            results["load_after"] = os.getloadavg()[0]
+            write(results, options.output)
+            print(f"Results: {options.output / 'results.md'}")
 
 
 if __name__ == "__main__":
