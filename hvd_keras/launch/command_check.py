@@ -12,11 +12,8 @@ from pathlib import Path
 
 import hvd_keras
 from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.onhost import divide_python
 from hvd_keras.launch.options import EXAMPLE
-
-# Options of the interpreter that take the next word, and those that end them, as in ``-uc``.
-_WITH_VALUE = re.compile(r"-[bBdEiIOPqsSuvx]*[WX]|--check-hash-based-pycs")
-_LAST = re.compile(r"-[bBdEiIOPqsSuvx]*[cm]")
 
 # A script that cannot do without hvd_keras.
 _IMPORT = re.compile(rb"^(import|from) +hvd_keras\b", re.MULTILINE)
@@ -29,8 +26,8 @@ def resolve(command: Sequence[str]) -> list[str]:
     path = shutil.which(command[0])
     if path is None:
         raise UsageError(_why_not(command[0]))
-    if path == sys.executable or re.fullmatch(r"python[\d.]*", Path(path).name):
-        words = command[1 + options_before(command[1:]) :]
+    if is_python(path):
+        _, words = divide_python(command[1:])
         if words and not words[0].startswith("-"):
             _check_script(Path(words[0]), path)
         elif words[:2] == ["-m", "hvd_keras.check"]:
@@ -38,12 +35,9 @@ def resolve(command: Sequence[str]) -> list[str]:
     return [path, *command[1:]]
 
 
-def options_before(words: Sequence[str]) -> int:
-    """Return how many of the words behind a Python come before a script, ``-m`` or ``-c``."""
-    count = 0
-    while count < len(words) and words[count].startswith("-") and not _LAST.match(words[count]):
-        count += 2 if _WITH_VALUE.fullmatch(words[count]) else 1
-    return min(count, len(words))
+def is_python(path: str) -> bool:
+    """Whether a program is a Python, by its name."""
+    return path == sys.executable or bool(re.fullmatch(r"python[\d.]*", Path(path).name))
 
 
 def _why_not(program: str) -> str:

@@ -90,8 +90,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         option = message.removeprefix("unrecognized arguments: ").partition(" ")[0]
-        known = [name for name in self._option_string_actions if name != option]
-        hint = "".join(f" (did you mean {name}?)" for name in get_close_matches(option, known, 1))
+        near = get_close_matches(option, self._option_string_actions, 1)
+        hint = "".join(f" (did you mean {name}?)" for name in near)
         raise UsageError(f"{message}{hint}; expected: {USAGE}; see hvdrun --help")
 
 
@@ -231,7 +231,7 @@ class Extension:
     complete: Callable[[argparse.Namespace, Mapping[str, str]], None]
 
 
-def _parser(extension: Extension) -> argparse.ArgumentParser:
+def _parser(extensions: Sequence[Extension]) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="hvdrun",
         usage=USAGE,
@@ -253,20 +253,22 @@ def _parser(extension: Extension) -> argparse.ArgumentParser:
             if flags[0] in _TYPES:
                 kwargs["type"] = functools.partial(_TYPES[flags[0]], flags[0])
             action = group.add_argument(*flags, **kwargs)
-            if others := extension.aliases.get(flags[0]):
-                hidden = {"dest": action.dest, "help": argparse.SUPPRESS}
-                group.add_argument(*others, **{**kwargs, **hidden})
+            for extension in extensions:
+                if others := extension.aliases.get(flags[0]):
+                    hidden = {"dest": action.dest, "help": argparse.SUPPRESS}
+                    group.add_argument(*others, **{**kwargs, **hidden})
     # For hvd_keras.run: the process with which to end, as by SIGTERM, and the folder of the call.
     parser.add_argument("--call", nargs=2, metavar=("PID", "FOLDER"), help=argparse.SUPPRESS)
-    extension.add_to(parser)
+    for extension in extensions:
+        extension.add_to(parser)
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(**_DEFAULTS)
     return parser
 
 
-def parse(arguments: Sequence[str] | None, extension: Extension) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None, extensions: Sequence[Extension]) -> argparse.Namespace:
     """Parse the command line (default: the process's own). Raises UsageError."""
-    parser = _parser(extension)
+    parser = _parser(extensions)
     given = parser.parse_args(arguments)
     if given.completion:
         flags = parser._option_string_actions.items()
@@ -278,6 +280,7 @@ def parse(arguments: Sequence[str] | None, extension: Extension) -> argparse.Nam
     elif given.command[:1] == ["--"]:
         del given.command[0]
     given.settings = dict(given.settings)
-    extension.complete(given, os.environ)
+    for extension in extensions:
+        extension.complete(given, os.environ)
     given.max_restarts = given.max_restarts or 0
     return given

@@ -17,7 +17,7 @@ from tests.harness import migrating
 
 
 def parse(given: list[str]):
-    return options.parse(given, EXTENSION)
+    return options.parse(given, [EXTENSION])
 
 
 def test_the_documentation_is_that_of_the_package() -> None:

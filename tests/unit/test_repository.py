@@ -9,7 +9,7 @@ import tokenize
 
 import hvd_keras as hvd
 from hvd_keras import lifecycle
-from hvd_keras.hvdrun import EXTENSION
+from hvd_keras.hvdrun import EXTENSIONS
 from hvd_keras.launch import options
 from tests.parallel.features import table
 
@@ -250,7 +250,7 @@ def test_the_page_of_combinations_shows_what_is_expected() -> None:
 
 def test_names_options_and_settings_are_those_that_users_know() -> None:
     """What is renamed or removed breaks scripts: change interface.txt on purpose only."""
-    parser = options._parser(EXTENSION)
+    parser = options._parser(EXTENSIONS)
     found = {
         *settings(),
         *(f"hvd.{name}" for name in hvd.__all__),

@@ -13,14 +13,12 @@ import fcntl
 import functools
 import gc
 import importlib
-import itertools
 import json
 import os
 import pkgutil
 import re
 import runpy
 import select
-import selectors
 import shutil
 import signal
 import socket
@@ -36,7 +34,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from . import program
+from . import divide_python, program
 from .channel import in_folder
 from .limits import SERVER_ANSWER, SERVER_DELAY, SERVER_IDLE
 from .process import JOB, prepare
@@ -45,6 +43,7 @@ _NICE = 10  # of the imports, beside ranks that train
 _HERE = Path(__file__).parent
 _FILES = 100  # that come with it at most
 _STATUS = struct.Struct("i")  # how a process has ended, as in Popen.returncode
+_PIDS = struct.Struct("ii")  # a keeper and its rank
 _PEER = struct.Struct("iII")  # its process, user and group
 _TOLD = "told"  # the file for what a rank has told
 _OPTIONS = re.compile("-[uOB]+")  # those of Python that a server can take
@@ -52,8 +51,9 @@ _OPTIONS = re.compile("-[uOB]+")  # those of Python that a server can take
 
 def _words(command: Sequence[str]) -> list[str]:
     """Return the script, or ``-m`` and the module, and its arguments; empty for other programs."""
-    words = list(itertools.dropwhile(_OPTIONS.fullmatch, command[1:]))
-    return words if words and (words[0] == "-m" or words[0].endswith(".py")) else []
+    options, words = divide_python(command[1:])
+    fits = words and (words[0] == "-m" or words[0].endswith(".py"))
+    return words if fits and all(map(_OPTIONS.fullmatch, options)) else []
 
 
 def start_server(
@@ -94,10 +94,10 @@ def start_server(
 
 
 class Child:
-    """A process that the server has forked, as `subprocess.Popen` shows one."""
+    """A process that a keeper has forked, as `subprocess.Popen` shows one."""
 
-    def __init__(self, connection: socket.socket, server: int, process: int) -> None:
-        self.connection, self._server, self.pid = connection, server, process
+    def __init__(self, connection: socket.socket, keeper: int, process: int) -> None:
+        self.connection, self._keeper, self.pid = connection, keeper, process
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -107,9 +107,9 @@ class Child:
                 data = self.connection.recv(_STATUS.size)
             except BlockingIOError:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._server, signal.SIGCONT)  # while it is stopped, it tells nothing
+                    os.kill(self._keeper, signal.SIGCONT)  # while it is stopped, it tells nothing
                 return None
-            # Without the server, it is killed.
+            # Without its keeper, it is killed.
             self.returncode = _STATUS.unpack(data)[0] if data else -signal.SIGKILL
         return self.returncode
 
@@ -140,105 +140,76 @@ def fork(
         with in_folder(folder) as short:
             connection.connect(f"{short}/server")
         peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-        server, owner, _ = _PEER.unpack(peer)
-        if owner != os.geteuid():  # after ours, anybody can make such a folder
+        if _PEER.unpack(peer)[1] != os.geteuid():  # after ours, anybody can make such a folder
             raise PermissionError
         socket.send_fds(connection, [_STATUS.pack(len(data))], [*streams, *inherited])
         connection.sendall(data)
-        process = _STATUS.unpack(connection.recv(_STATUS.size))[0]
+        keeper, process = _PIDS.unpack(connection.recv(_PIDS.size))
     except (OSError, struct.error):
         connection.close()
         return None
     connection.setblocking(False)
-    return Child(connection, server, process)
+    return Child(connection, keeper, process)
 
 
-class _Server:
-    """Forks a process for each worker that asks, and tells it how this one has ended."""
-
-    def __init__(self, listener: socket.socket, starter: int) -> None:
-        self._listener = listener
-        self._starter: int | None = starter  # can be read when the first start has ended
-        self._selector = selectors.DefaultSelector()
-        for one in (listener, starter):
-            self._selector.register(one, selectors.EVENT_READ)
-        self._processes: dict[socket.socket, int] = {}
-        self._ended: set[int] = set()  # their numbers stay theirs until the workers know
-
-    def serve(self) -> tuple[dict[str, Any], list[int]] | None:
-        """Serve while somebody needs it; returns in a fork the order and the files with it."""
-        signal.signal(signal.SIGCHLD, lambda *_: self._tell_ends())
-        while events := self._selector.select(
-            None if self._processes or self._starter is not None else SERVER_IDLE
-        ):
-            for key, _ in events:
-                source: Any = key.fileobj
-                if source is self._listener:
-                    if found := self._accept():
-                        return found
-                elif source == self._starter:
-                    self._selector.unregister(source)
-                    self._starter = None
-                else:
-                    self._forget(source)
-        return None
-
-    def _accept(self) -> tuple[dict[str, Any], list[int]] | None:
-        connection, _ = self._listener.accept()
-        given: list[int] = []
-        process = -1
-        # The worker may have died, or there is no room for a process.
-        with contextlib.suppress(OSError, struct.error, ValueError):
-            size, given, _, _ = socket.recv_fds(connection, _STATUS.size, _FILES)
-            order = json.loads(connection.makefile("rb").read(_STATUS.unpack(size)[0]))
-            order["server"] = os.getpid()
-            if not select.select([connection], [], [], 0)[0]:  # else the worker waits no more
-                process = os.fork()
-        if process == 0:
-            for own in (connection, self._listener, *self._processes):
-                own.close()
-            self._selector.close()
-            return order, given
-        for descriptor in given:
-            os.close(descriptor)
-        if process < 0:
+def _serve(listener: socket.socket) -> socket.socket | None:
+    """Fork a keeper for each worker that asks, which returns the connection; None at the end."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers leave no zombies
+    idle = 0  # at how many looks in a row nobody has needed the server
+    while idle < 2:
+        if select.select([listener], [], [], SERVER_IDLE)[0]:
+            connection, _ = listener.accept()
+            with contextlib.suppress(OSError):  # there is no room for a process
+                if os.fork() == 0:
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    return connection
             connection.close()
-            return None
-        with contextlib.suppress(OSError):
-            os.setpgid(process, process)  # the worker may send the group a signal at once
-            connection.sendall(_STATUS.pack(process))
-        self._processes[connection] = process
-        self._selector.register(connection, selectors.EVENT_READ)
-        self._tell_ends()  # it may have ended already
-        return None
+            idle = 0
+        elif select.select([sys.stdin], [], [], 0)[0]:  # the first start has ended
+            try:
+                os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                idle += 1
+    return None
 
-    def _tell_ends(self) -> None:
-        for connection, process in self._processes.items():
-            if process in self._ended:
-                continue
-            found = os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if found is not None:
-                self._ended.add(process)
-                sign = 1 if found.si_code == os.CLD_EXITED else -1
-                with contextlib.suppress(OSError):
-                    connection.sendall(_STATUS.pack(sign * found.si_status))
 
-    def _forget(self, connection: socket.socket) -> None:
-        """Release the process of a worker that knows its end, or has died."""
-        process = self._processes.pop(connection)
-        self._selector.unregister(connection)
+def _keep(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Fork a worker's rank and tell how it ends; returns in the rank the order and the files."""
+    size, given, _, _ = socket.recv_fds(connection, _STATUS.size, _FILES)
+    order = json.loads(connection.makefile("rb").read(_STATUS.unpack(size)[0]))
+    order["keeper"] = os.getpid()
+    if select.select([connection], [], [], 0)[0]:
+        raise TimeoutError  # the worker waits no more
+    process = os.fork()
+    if process == 0:
         connection.close()
-        if process not in self._ended:
-            os.kill(process, signal.SIGKILL)  # it may have left its group
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process, signal.SIGKILL)
-        self._ended.discard(process)
-        os.waitpid(process, 0)
+        return order, given
+    for descriptor in given:
+        os.close(descriptor)
+    over = threading.Event()
+
+    def tell_end() -> None:
+        found = os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)  # its number stays its own
+        assert found is not None
+        over.set()
+        sign = 1 if found.si_code == os.CLD_EXITED else -1
+        connection.sendall(_STATUS.pack(sign * found.si_status))
+
+    with contextlib.suppress(OSError):
+        os.setpgid(process, process)  # the worker may send the group a signal at once
+        connection.sendall(_PIDS.pack(os.getpid(), process))
+        threading.Thread(target=tell_end).start()
+        connection.recv(1)  # the worker knows the end, or has died
+    if not over.is_set():
+        os.kill(process, signal.SIGKILL)  # it may have left its group
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process, signal.SIGKILL)
+    os._exit(0)
 
 
 def _take(command: Sequence[str], order: Mapping[str, Any], given: Sequence[int]) -> None:
     """Give a fork what a new process of the worker would have."""
-    prepare(order["server"], order["open_files"])
+    prepare(order["keeper"], order["open_files"])
     wanted = order["descriptors"]
     above = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, max(wanted) + 1) for one in given]
     for descriptor in given:
@@ -251,7 +222,6 @@ def _take(command: Sequence[str], order: Mapping[str, Any], given: Sequence[int]
     _show(order["environment"][JOB], command)
     os.environ.clear()
     os.environ.update(order["environment"])
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     tempfile.tempdir = None  # as an import may have found it
     for name in {"numpy", "torch"} & sys.modules.keys():  # Python's own differ in each fork
         sys.modules[name].random.seed()
@@ -354,13 +324,15 @@ def main() -> int:
         with in_folder(folder) as short:
             listener.bind(f"{short}/server")
         listener.listen(socket.SOMAXCONN)
-        starter = os.dup(0)
-        order = _Server(listener, starter).serve()
-        os.close(starter)
-    if order is None:
+        connection = _serve(listener)
+    if connection is None:
         shutil.rmtree(folder, ignore_errors=True)
         return 0
-    _take(command, *order)
+    try:
+        rank = _keep(connection)
+    except (OSError, struct.error, ValueError):  # the worker has died, or there is no room
+        os._exit(1)
+    _take(command, *rank)
     sys.orig_argv = command
     run(words)
     return 0
