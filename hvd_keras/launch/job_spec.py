@@ -127,7 +127,5 @@ def _this_host(given: argparse.Namespace, wanted: list[Host] | None) -> Host:
                 f"-np got {size}, but {place} {there} {what}{'s' * (there != 1)}; expected at most "
                 f"{there}, or --oversubscribe to let ranks share cores, which is slow"
             )
-        given.oversubscribe = True
         say(f"{size} ranks share {there} cores, which is slow")
-    given.oversubscribe = given.oversubscribe or slots is not None
     return Host("localhost", size)

@@ -67,9 +67,7 @@ async def _run(spec: JobSpec, signals: Signals, output: Output) -> Verdict:
             placement = await signals.heed(_replace(spec, size, least, known))
             if placement is None:
                 break
-        ranks = placement.size
-        where = "" if spec.is_local else f" on {hosts.describe(placement.hosts)}"
-        say(f"restart {number} of {given.max_restarts}: {ranks} rank{'s' * (ranks != 1)}{where}")
+        say(f"restart {number} of {given.max_restarts}: {placement.describe()}")
         start = time.monotonic()
         verdict = await Job(spec, placement, signals, output).run()
         is_quick = time.monotonic() < start + limits.QUICK

@@ -169,7 +169,7 @@ def test_ranks_that_save_their_work_when_mpirun_dies_have_not_succeeded(hvdrun):
     restarts = ("--max-restarts", "1", "--oversubscribe", "-np", "2", sys.executable)
     done = hvdrun.run(*restarts, str(hvdrun.folder / "script.py"))
     assert done.returncode == 0
-    assert "hvdrun: restart 1 of 1: 2 ranks\n" in done.stderr
+    assert "hvdrun: restart 1 of 1: 2 ranks on this host, " in done.stderr
 
 
 def test_what_the_ranks_left_behind_is_ended(hvdrun):

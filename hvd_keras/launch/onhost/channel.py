@@ -134,11 +134,6 @@ class Connection:
             with contextlib.suppress(OSError):
                 await self._writer.drain()
 
-    @property
-    def busy(self) -> bool:
-        """Whether something waits to be sent."""
-        return bool(self._writer.transport.get_write_buffer_size())
-
     def end(self) -> None:
         """Close the connection immediately."""
         self._writer.transport.abort()

@@ -60,13 +60,7 @@ def memory_folder(job: str) -> str:
 
 def find_rank(environment: Mapping[str, str]) -> int:
     """Return this process's rank, which mpirun has put into the environment."""
-    for name in RANK_VARIABLES:
-        if name in environment:
-            return int(environment[name])
-    raise SystemExit(
-        f"hvdrun: mpirun gave this process no rank: none of {', '.join(RANK_VARIABLES)} is set; "
-        "use Open MPI's or MPICH's mpirun (hvdrun --mpirun PATH)"
-    )
+    return int(next(environment[name] for name in RANK_VARIABLES if name in environment))
 
 
 def _folder_path() -> Path:
@@ -165,7 +159,7 @@ class Worker:
             if os.getppid() != self._parent and not self._stopped:
                 self._report_orphan()
                 self._follow_daemon()
-            if turn % ALIVE_CHECKS == 0 and not self._connection.busy:
+            if turn % ALIVE_CHECKS == 0:
                 self._connection.send(alive=True)
 
     async def _listen(self) -> None:

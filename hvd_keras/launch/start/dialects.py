@@ -30,7 +30,7 @@ class Plan:
     directory: Path  # for the job's files
     agent: str  # the script that mpirun calls as it would call ssh
     network: str | None  # the interface or the network between the hosts, if it is known
-    oversubscribe: bool  # there may be more ranks than cores or slots
+    oversubscribe: bool  # there may be more ranks than slots of an allocation
     extra: Sequence[str]  # the user's own arguments
     environment: Mapping[str, str]  # of the ranks, besides what depends on their hosts
     settings: dict[str, str]  # of mpirun or srun
@@ -40,11 +40,6 @@ class Plan:
     def start_by(self, path: str, *options: str) -> None:
         """Make the command of this mpirun or srun, with these options."""
         self.command = [path, "-n", str(count(self.hosts)), *options, *self.extra, *WORKER]
-
-    @property
-    def slots(self) -> list[str]:
-        """The hosts as "server1:4"."""
-        return [f"{host.name}:{host.slots}" for host in self.hosts]
 
     def describe(self) -> str:
         """Describe the plan for the user, without the secret."""
@@ -89,14 +84,12 @@ class OpenMpi4(Dialect):
     memory, option, ssh, networks = "vader", "--mca", "plm_rsh", "oob_tcp_if_include"
     folder = "OMPI_MCA_orte_tmpdir_base"
 
-    def policy(self, plan: Plan, oversubscribe: bool) -> list[str]:
-        """How cores are counted."""
-        return ["--use-hwthread-cpus"] + ["--oversubscribe"] * oversubscribe
+    def policy(self, plan: Plan) -> list[str]:
+        """How cores are counted: hvdrun has done it."""
+        return ["--use-hwthread-cpus", "--oversubscribe"]
 
     def complete(self, plan: Plan) -> None:
-        # Hardware threads count as cores, as in the affinity mask that hvdrun checks against. On
-        # several hosts the slots are the user's wish or were counted by hvdrun.
-        words = self.policy(plan, plan.oversubscribe or not plan.is_local)
+        words = self.policy(plan)
         if "--bind-to" not in plan.extra:  # mpirun refuses to get it twice
             words += ["--bind-to", "none"]
         if os.geteuid() == 0:
@@ -129,7 +122,7 @@ class OpenMpi4(Dialect):
             parameters[self.networks] = plan.network
             ours = ["--mca", "btl_tcp_if_include", plan.network]
         words = [word for one in parameters.items() for word in (self.option, *one)]
-        return ["-H", ",".join(plan.slots), *words, *ours]
+        return ["-H", ",".join(map(str, plan.hosts)), *words, *ours]
 
     def rank_settings(self, memory: str) -> Mapping[str, str]:
         return {f"OMPI_MCA_btl_{self.memory}_backing_directory": memory}
@@ -141,11 +134,9 @@ class OpenMpi5(OpenMpi4):
     memory, option, ssh, networks = "sm", "--prtemca", "plm_ssh", "prte_if_include"
     folder = "PRTE_MCA_prte_local_tmpdir_base"
 
-    def policy(self, plan: Plan, oversubscribe: bool) -> list[str]:
-        if "--map-by" in plan.extra:
-            return []
-        policy = "" if plan.is_local else "slot"
-        return ["--map-by", policy + ":HWTCPUS" + ":OVERSUBSCRIBE" * oversubscribe]
+    def policy(self, plan: Plan) -> list[str]:
+        given = "--map-by" in plan.extra  # mpirun refuses to get it twice
+        return [] if given else ["--map-by", "slot:HWTCPUS:OVERSUBSCRIBE"]
 
     def complete(self, plan: Plan) -> None:
         super().complete(plan)
@@ -174,7 +165,7 @@ class Hydra(Dialect):
                     "MPICH and Intel MPI start one there; set TMPDIR to another folder"
                 )
             agent, machines = plan.directory / "ssh", plan.directory / "machines"
-            plan.files |= {agent: plan.agent, machines: "\n".join([*plan.slots, ""])}
+            plan.files |= {agent: plan.agent, machines: "".join(f"{host}\n" for host in plan.hosts)}
             words = ["-machinefile", str(machines)]
             words += ["-bootstrap", "ssh", "-bootstrap-exec", str(agent)]
             if plan.network is not None and "/" not in plan.network:

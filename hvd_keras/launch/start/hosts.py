@@ -28,6 +28,9 @@ class Host:
     name: str
     slots: int | None = None
 
+    def __str__(self) -> str:
+        return f"{self.name}:{self.slots}"
+
 
 def _hosts(text: str, origin: str) -> list[Host]:
     """Parse one entry, which may stand for several hosts."""
@@ -126,7 +129,7 @@ def count(hosts: Sequence[Host]) -> int:
 
 def describe(hosts: Sequence[Host]) -> str:
     """Return the hosts in the form of `-H`."""
-    return ", ".join(f"{host.name}:{host.slots}" for host in hosts)
+    return ", ".join(map(str, hosts))
 
 
 def share(hosts: Sequence[Host], size: int) -> list[Host]:

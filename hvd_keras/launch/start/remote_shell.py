@@ -8,7 +8,7 @@ It runs the text there with its own stdin, stdout and stderr, exits with the tex
 255 and a last line on stderr that says why if HOST cannot be reached. When it is killed, or its
 stdin ends, the command there may live on: hvdrun finds and ends what belongs to a job by itself
 (`all_hosts`). Every program of this kind will do (`hvdrun --remote-shell PROGRAM`): ssh, or
-`onhost/kubectl_exec.py`, for pods, which says ENDED where others exit with another status than 255.
+`kubectl_exec`, for pods, which says ENDED where others exit with another status than 255.
 Inside a SLURM allocation `slurm.Srun` has the first two methods, and starts the ranks itself.
 """
 
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_keras.launch.onhost import FAILED, limits, program, rsh_agent
+from hvd_keras.launch.onhost import FAILED, limits, rsh_agent
 from hvd_keras.launch.start.command import run
 from hvd_keras.launch.start.hosts import is_here
 from hvd_keras.launch.start.slurm import Srun
@@ -84,11 +84,12 @@ def ssh(port: int | None, identity: str | None) -> RemoteShell:
 
 
 def kubectl_exec(words: Sequence[str]) -> RemoteShell:
-    """`kubectl exec` with its options: hosts are pods."""
+    """`kubectl exec` with its options: a host is a pod, by its name or one that begins with it."""
     test = "kubectl exec POD -- true"
     advice = ", where HOST is POD or POD.…"
-    called = program("launch.onhost.kubectl_exec")
-    return RemoteShell([*called, *words], advice, test, says_ended=True)
+    # Its arguments $0 and $1 are the host and the text.
+    script = f'exec {shlex.join(words)} --stdin "${{0%%.*}}" -- /bin/sh -c "$1"'
+    return RemoteShell(["/bin/sh", "-c", script], advice, test, says_ended=True)
 
 
 @dataclass(frozen=True)
