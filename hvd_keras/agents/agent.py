@@ -10,20 +10,20 @@ its port when nothing of an earlier agent of this run is left.
 
 import base64
 import contextlib
+import functools
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import IO
+from typing import IO, Any
 
-from hvd_keras.agents.link import Link
-from hvd_keras.launch.onhost.channel import PIECE, ProtocolError
+from hvd_keras.agents.link import Link, listening
+from hvd_keras.launch.onhost.channel import PIECE
 from hvd_keras.launch.onhost.limits import DRAIN, GRACE
 from hvd_keras.launch.onhost.process import JOB, shell_status
 from hvd_keras.launch.onhost.sweep import OWNER, STEP, processes, sweep
@@ -55,44 +55,31 @@ def _thread(function: Callable[..., None], *arguments: object) -> threading.Thre
     return thread
 
 
-def _serve(connection: socket.socket, secret: str, run: str, jobs: set[str]) -> None:
+def _serve(run: str, jobs: set[str], link: Link, first: dict[str, Any]) -> None:
     """Run one command for a client; it ends with the connection. Notes the number of its job."""
-    with connection:
-        try:
-            link = Link(connection, secret, listens=True)
-        except (ProtocolError, OSError):
-            return
-        if (message := link.receive()) is None:
-            return
-        jobs.update(re.findall(f"{JOB}=([0-9a-f]+)", message["run"]))
-        process = subprocess.Popen(
-            ["/bin/sh", "-c", message["run"]],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, OWNER: run},
-            start_new_session=True,
-        )
-        assert process.stdin is not None
-        pipes = {1: process.stdout, 2: process.stderr}
-        relays = [_thread(_relay, link, number, pipe) for number, pipe in pipes.items()]
-        report = _thread(_report, link, process, relays)
-        while message := link.receive():
-            with contextlib.suppress(OSError):  # it does not read any more
-                if message["input"]:
-                    process.stdin.write(base64.b64decode(message["input"]))
-                    process.stdin.flush()
-                else:
-                    process.stdin.close()
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        report.join()
-
-
-def _accept(listener: socket.socket, *arguments: object) -> None:
-    while True:
-        connection, _ = listener.accept()
-        _thread(_serve, connection, *arguments)
+    jobs.update(re.findall(f"{JOB}=([0-9a-f]+)", first["run"]))
+    process = subprocess.Popen(
+        ["/bin/sh", "-c", first["run"]],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, OWNER: run},
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    pipes = {1: process.stdout, 2: process.stderr}
+    relays = [_thread(_relay, link, number, pipe) for number, pipe in pipes.items()]
+    report = _thread(_report, link, process, relays)
+    while message := link.receive():
+        with contextlib.suppress(OSError):  # it does not read any more
+            if message["input"]:
+                process.stdin.write(base64.b64decode(message["input"]))
+                process.stdin.flush()
+            else:
+                process.stdin.close()
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    report.join()
 
 
 def _sweep(run: str, jobs: set[str], grace: float) -> None:
@@ -110,9 +97,9 @@ def main() -> int:
     config = json.loads(sys.stdin.readline())
     run, jobs = config["run"], set[str]()
     _sweep(run, jobs, 0.0)
-    listener = socket.create_server((config["address"], 0))
-    _thread(_accept, listener, config["secret"], run, jobs)
-    print(listener.getsockname()[1], flush=True)
-    sys.stdin.read()
-    _sweep(run, jobs, GRACE)
+    talk = functools.partial(_serve, run, jobs)
+    with listening(config["address"], config["secret"], talk) as port:
+        print(port, flush=True)
+        sys.stdin.read()
+        _sweep(run, jobs, GRACE)
     return 0

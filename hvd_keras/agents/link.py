@@ -4,6 +4,7 @@ import contextlib
 import json
 import socket
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hvd_keras.launch.onhost.channel import (
@@ -64,3 +65,36 @@ class Link:
         with contextlib.suppress(OSError):  # it is closed already
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
+
+
+@contextlib.contextmanager
+def listening(
+    address: str, secret: str, talk: Callable[[Link, dict[str, Any]], None]
+) -> Iterator[int]:
+    """Listen on an address of this host, and yield the port.
+
+    For each who proves to know the secret, a thread calls `talk` with the link and the first
+    message; the connection ends with the call.
+    """
+
+    def serve(connection: socket.socket) -> None:
+        with connection:
+            try:
+                link = Link(connection, secret, listens=True)
+            except (ProtocolError, OSError):
+                return
+            if (first := link.receive()) is not None:
+                talk(link, first)
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):  # the listener is closed
+            while True:
+                connection, _ = listener.accept()
+                threading.Thread(target=serve, args=(connection,), daemon=True).start()
+
+    with socket.create_server((address, 0)) as listener:
+        threading.Thread(target=accept, daemon=True).start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)  # which ends the wait for the next one

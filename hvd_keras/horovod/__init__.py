@@ -77,15 +77,11 @@ class _Finder:
         fill(module)
 
 
-def add_finder() -> None:
-    """Lets Python find the modules; after those of a real Horovod."""
-    if _Finder not in sys.meta_path:
-        sys.meta_path.append(_Finder)
-
-
 def fill(module: ModuleType) -> None:
-    """Give a module its names, loaded when first used, as those of hvd_keras are."""
+    """Give a module its names, loaded when first used, and let Python find the modules in it."""
     settings.tell_hvdrun(mark=settings.ASKED_FOR)
+    if _Finder not in sys.meta_path:
+        sys.meta_path.append(_Finder)  # after what finds those of a real Horovod
     homes = names.MODULES[module.__name__]
 
     def get(name: str) -> Any:

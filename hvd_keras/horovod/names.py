@@ -270,10 +270,13 @@ ABSENT = {
     "horovod.runner.common.util.safe_shell_exec": "Python's subprocess runs commands.",
     "horovod.runner.common.util.settings": "hvdrun's settings are options of its command line.",
     "horovod.runner.util": "Python's threading and subprocess have what is in it.",
-    "horovod.tensorflow.gradient_aggregation": "hvd.DistributedOptimizer has "
-    "backward_passes_per_step.",
-    "horovod.tensorflow.gradient_aggregation_eager": "hvd.DistributedOptimizer has "
-    "backward_passes_per_step.",
+    **dict.fromkeys(
+        (
+            "horovod.tensorflow.gradient_aggregation",
+            "horovod.tensorflow.gradient_aggregation_eager",
+        ),
+        "hvd.DistributedOptimizer has backward_passes_per_step.",
+    ),
     "horovod.tensorflow.data": "hvd_keras has no service for tf.data. hvd_keras.data.shard gives "
     "each rank its part of a dataset.",
     "horovod.spark.keras": "hvd_keras has no Spark estimators. Write the rows with "

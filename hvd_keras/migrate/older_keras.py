@@ -32,6 +32,8 @@ _OTHER_GPUS = (
     "does not take it away; for none: tf.config.set_visible_devices([], 'GPU') before hvd.init()"
 )
 
+_H5 = re.compile(r"(?<!\.weights)\.h5$")  # a model's file, which is not of weights alone
+
 _GENERATOR_MODULE = "keras.preprocessing.image"
 
 
@@ -50,12 +52,8 @@ def look(script: Source) -> Iterator[Finding]:
             yield from _look_at_variables(script, node, of_keras, of_tensorflow_1)
         elif isinstance(node, ast.Attribute):
             yield from _look_at_attribute(script, node, of_keras)
-        elif isinstance(node, ast.Constant) and loads and _is_h5(node.value):
+        elif loads and isinstance(node, ast.Constant) and _H5.search(str(node.value)):
             yield script.at(node, "Keras 3 loads no optimizer's state from .h5: write .keras")
-
-
-def _is_h5(value: object) -> bool:
-    return isinstance(value, str) and bool(re.search(r"(?<!\.weights)\.h5$", value))
 
 
 def _optimizers(script: Source) -> tuple[set[str], set[str]]:

@@ -13,7 +13,7 @@ from typing import Any
 from hvd_keras import agents
 from hvd_keras.runtime import settings
 
-# Seconds between two looks at the actors.
+# Seconds in which Ray may notice that an actor has died.
 LOOK = 1.0
 
 # Seconds for the actors to start: Ray may have to make their environment first.
@@ -109,23 +109,17 @@ def run(
                 "other jobs, ask for less, or set wait_seconds"
             )
         actors = [_actor(ray, group, number, each, runtime_env) for number in range(num_workers)]
-        facts = _get(ray, actors, [actor.where.remote() for actor in actors])
+        call = agents.Call("hvd.ray.run", max(1, int(each.get("CPU", 1))), [*options])
+        facts = _get(ray, actors, [actor.open.remote(call) for actor in actors])
         order = _by_host([fact["address"] for fact in facts])
         actors = [actors[number] for number in order]
-        facts = [facts[number] for number in order]
-        # mpirun starts the ranks of a host together, so each sees the GPUs of all its actors.
-        gpus = _gpus(facts)
-        call = agents.Call("hvd.ray.run", max(1, int(each.get("CPU", 1))), [*options])
-        opened = [
-            actor.open.remote(call, fact["address"], gpus.get(fact["host"]))
-            for actor, fact in zip(actors, facts, strict=True)
-        ]
-        places = _get(ray, actors, opened)
+        places = [facts[number] for number in order]
         # Pickles need the same versions where they are written and read.
         if problem := call.problem(places):
             raise RuntimeError(f"hvd.ray.run: {problem}")
-        function = cloudpickle.dumps((_on_gpus, (gpus, function), {}))
-        results = _follow(ray, actors, facts, actors[0].call.remote(call, function, places))
+        # mpirun starts the ranks of a host together, so each sees the GPUs of all its actors.
+        function = cloudpickle.dumps((_on_gpus, (_gpus(places), function), {}))
+        results = _follow(ray, actors, places, actors[0].call.remote(call, function, places))
         return [cloudpickle.loads(result) for result in results]
     finally:
         _end(ray, actors, group)
@@ -157,22 +151,12 @@ class Place:
         self._released = threading.Event()
         self._agent: agents.Agent | None = None
 
-    def where(self) -> dict[str, Any]:
-        """Where this actor is."""
+    def open(self, call: agents.Call) -> dict[str, Any]:
+        """Start the agent; returns where this actor is."""
         ray = _ray()
-        return {
-            "host": socket.gethostname(),
-            "address": ray.util.get_node_ip_address(),
-            "pid": os.getpid(),
-            "gpus": [str(gpu) for gpu in ray.get_gpu_ids()],
-        }
-
-    def open(self, call: agents.Call, address: str, gpus: str | None) -> dict[str, Any]:
-        """Start the agent; returns its facts."""
-        if gpus is not None:
-            settings.show_gpus(gpus)
-        self._agent = agents.Agent(call, address)
-        return self._agent.facts()
+        self._agent = agents.Agent(call, str(ray.util.get_node_ip_address()))
+        gpus = [str(gpu) for gpu in ray.get_gpu_ids()]
+        return {**self._agent.facts(), "pid": os.getpid(), "gpus": gpus}
 
     def hold(self) -> None:
         """Return when the job has ended; Ray raises in those that wait, if this actor dies."""
@@ -259,21 +243,17 @@ def _follow(
 ) -> list[bytes]:
     """Wait for the results. Raises RuntimeError with the first failure."""
     holds = [actor.hold.remote() for actor in actors]
-    while True:
-        ready, _ = ray.wait([call, *holds], num_returns=1, timeout=LOOK)
-        if not ready:
-            continue
-        if dead := _dead(ray, holds, facts):
-            raise RuntimeError(f"hvd.ray.run: {dead}")
-        if call in ready:
-            result = ray.get(call)
-            if not isinstance(result, Exception):
-                return list(result)
-            # When an actor dies, its ranks do, too, and hvdrun may be the first to say so.
-            time.sleep(LOOK)
-            if dead := _dead(ray, holds, facts):
-                raise RuntimeError(f"hvd.ray.run: {dead}. {result}")
-            raise result
+    ray.wait([call, *holds], num_returns=1)
+    if dead := _dead(ray, holds, facts):
+        raise RuntimeError(f"hvd.ray.run: {dead}")
+    result = ray.get(call)
+    if not isinstance(result, Exception):
+        return list(result)
+    # When an actor dies, its ranks do, too, and hvdrun may be the first to say so.
+    time.sleep(LOOK)
+    if dead := _dead(ray, holds, facts):
+        raise RuntimeError(f"hvd.ray.run: {dead}. {result}")
+    raise result
 
 
 def _dead(ray: Any, holds: Sequence[Any], facts: Sequence[Mapping[str, Any]]) -> str:

@@ -6,14 +6,12 @@ by their environment, not by their process.) The stand-in lives until the worker
 it does. They meet at an abstract Unix socket and make sure that the other belongs to the same user.
 """
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import struct
-import threading
-from collections.abc import Callable
-from typing import Any
 
 from hvd_keras.launch.onhost.worker import CALL, find_rank
 
@@ -70,24 +68,6 @@ class Joining:
         """Let the stand-in end: well, or with this error."""
         self._listener.close()
         if self._connection is not None:
-            try:
+            with contextlib.suppress(OSError):  # the stand-in has gone, with the job
                 self._connection.sendall(json.dumps({"error": error}).encode() + b"\n")
                 self._connection.close()
-            except OSError:  # the stand-in has gone, with the job
-                pass
-
-
-class Job(threading.Thread):
-    """hvdrun with the stand-ins, in the first worker; `error` is why it ended."""
-
-    def __init__(self, start: Callable[[], Any]) -> None:
-        super().__init__(daemon=True)
-        self._start = start
-        self.error = ""
-
-    def run(self) -> None:
-        """From threading."""
-        try:
-            self._start()
-        except Exception as error:
-            self.error = str(error) or type(error).__name__

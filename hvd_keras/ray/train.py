@@ -6,7 +6,7 @@ Each worker is a rank: see `stand_in.py`. Ray Train starts the workers again aft
 from __future__ import annotations
 
 import contextlib
-import functools
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ import ray
 from ray.train.backend import Backend, BackendConfig
 
 from hvd_keras import agents
-from hvd_keras.ray.stand_in import Job, Joining, stand_in
+from hvd_keras.ray.stand_in import Joining, stand_in
 
 # Seconds for hvdrun to start the stand-ins.
 START = 120.0
@@ -73,7 +73,8 @@ class _State:
 
     agent: agents.Agent
     joining: Joining
-    job: Job | None = None
+    job: threading.Thread | None = None  # in the first worker: hvdrun with the stand-ins
+    error: str = ""  # why that has ended
 
 
 _state: _State | None = None
@@ -92,9 +93,16 @@ def _start(call: agents.Call, places: Sequence[Any]) -> None:
     import cloudpickle
 
     assert _state is not None
-    function = cloudpickle.dumps((stand_in, (call.run,), {}))
-    _state.job = Job(functools.partial(call.start, function, places))
-    _state.job.start()
+    state, function = _state, cloudpickle.dumps((stand_in, (call.run,), {}))
+
+    def start() -> None:
+        try:
+            call.start(function, places)
+        except Exception as error:
+            state.error = str(error) or type(error).__name__
+
+    state.job = threading.Thread(target=start, daemon=True)
+    state.job.start()
 
 
 def _join() -> str:
@@ -102,8 +110,8 @@ def _join() -> str:
     assert _state is not None
     limit = time.monotonic() + START
     while time.monotonic() < limit:
-        if _state.job is not None and _state.job.error:
-            return _state.job.error
+        if _state.error:
+            return _state.error
         with contextlib.suppress(TimeoutError):
             _state.joining.join(1.0)
             return ""

@@ -5,16 +5,15 @@ import dataclasses
 import functools
 import re
 import secrets
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvd_keras import agents
-from hvd_keras.agents.link import Link
-from hvd_keras.launch.onhost.channel import ProtocolError, new_secret
+from hvd_keras.agents.link import Link, listening
+from hvd_keras.launch.onhost.channel import new_secret
 from hvd_keras.spark import task
 
 # Seconds to wait for free slots, unless the user says otherwise.
@@ -134,60 +133,32 @@ class CancelledError(RuntimeError):
 class Tasks:
     """The tasks of one barrier stage, as their connections show them."""
 
-    def __init__(self, secret: str) -> None:
+    def __init__(self) -> None:
         self.started: set[int] = set()  # those that were granted their start
         self.ended: set[int] = set()  # those that ended well
         self.failure = ""  # how the first of the others ended; empty while none has
-        self._secret = secret
         self._lock = threading.Lock()
 
-    @contextlib.contextmanager
-    def listening(self, address: str) -> Iterator[int]:
-        """Accept the tasks' connections on an address of this host; yields the port."""
-        with socket.create_server((address, 0)) as listener:
-            thread = threading.Thread(target=self._accept, args=(listener,), daemon=True)
-            thread.start()
-            try:
-                yield listener.getsockname()[1]
-            finally:
-                listener.shutdown(socket.SHUT_RDWR)  # which ends the wait for the next one
-                thread.join()
-
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
+    def follow(self, link: Link, hello: dict[str, Any]) -> None:
+        """Let a task start, unless it was granted before, and note how it ends."""
+        number = hello["task"]
+        with self._lock:
+            if number in self.started or self.failure:
                 return
-            threading.Thread(target=self._follow, args=(connection,), daemon=True).start()
-
-    def _follow(self, connection: socket.socket) -> None:
-        with connection:
-            try:
-                link = Link(connection, self._secret, listens=True)
-            except (ProtocolError, OSError):
-                return
-            hello = link.receive()
-            if hello is None:
-                return
-            number = hello["task"]
-            with self._lock:
-                if number in self.started or self.failure:
-                    return
-                self.started.add(number)
-            with contextlib.suppress(OSError):
-                link.send(go=True)
-            ending = f"task {number} on {hello['host']} was lost, or its executor"
-            while message := link.receive():
-                if "line" in message:
-                    print(message["line"], end="", flush=True, file=getattr(sys, message["to"]))
-                elif "error" in message:
-                    ending = f"task {number} on {hello['host']} failed:\n{message['error']}"
-                else:
-                    self.ended.add(number)
-            with self._lock:
-                if number not in self.ended and not self.failure:
-                    self.failure = ending
+            self.started.add(number)
+        with contextlib.suppress(OSError):
+            link.send(go=True)
+        ending = f"task {number} on {hello['host']} was lost, or its executor"
+        while message := link.receive():
+            if "line" in message:
+                print(message["line"], end="", flush=True, file=getattr(sys, message["to"]))
+            elif "error" in message:
+                ending = f"task {number} on {hello['host']} failed:\n{message['error']}"
+            else:
+                self.ended.add(number)
+        with self._lock:
+            if number not in self.ended and not self.failure:
+                self.failure = ending
 
 
 class HorovodRunner:
@@ -288,11 +259,12 @@ def _start(
 
     host = context.getConf().get("spark.driver.host")
     call = dataclasses.replace(call, secret=new_secret())
-    tasks = Tasks(call.secret)
+    tasks = Tasks()
     found: list[list[bytes] | Exception] = []  # what the first task returns
     reasons: list[str] = []  # of the stage's failure
     tag = f"hvd-{call.run}-{secrets.token_hex(4)}"
-    with tasks.listening(context.getConf().get("spark.driver.bindAddress", host)) as port:
+    address = context.getConf().get("spark.driver.bindAddress", host)
+    with listening(address, call.secret, tasks.follow) as port:
         work = functools.partial(task.work, call, function, (host, port))
 
         def submit() -> None:

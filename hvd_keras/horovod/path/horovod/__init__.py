@@ -18,4 +18,3 @@ from hvd_keras.runtime import settings
 __version__ = names.VERSION
 settings.export_ranks("HOROVOD")
 hvd_keras.horovod.fill(sys.modules[__name__])
-hvd_keras.horovod.add_finder()
