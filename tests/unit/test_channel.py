@@ -35,8 +35,8 @@ from hvd_keras.launch.onhost.channel import (
     silence,
 )
 from hvd_keras.launch.onhost.process import ask_to_end, private_folder
-from hvd_keras.launch.onhost.rsh_agent import ssh_command
 from hvd_keras.launch.onhost.worker import FUNCTION
+from hvd_keras.launch.start.remote_shell import RemoteShell
 from tests.harness import launcher
 
 SECRET = "s" * 64
@@ -284,7 +284,10 @@ def test_a_folder_that_another_user_could_use_is_refused(tmp_path: Path) -> None
 
 def test_mpiruns_daemon_takes_no_folder_that_another_user_has_made(tmp_path: Path) -> None:
     """The text that ssh would run on the other host, run here."""
-    text = ssh_command("passes", "7", ["ssh"], ["server2", 'stat -c %a "$TMPDIR"'])[-1]
+    agent = RemoteShell(["printf", "%s\\n"]).agent("7", False)
+    script = ["sh", "-c", agent, "ssh", "server2", 'stat -c %a "$TMPDIR"']
+    shown = subprocess.run(script, capture_output=True, text=True, check=True).stdout
+    text = shown.partition("\n")[2]
 
     def answer() -> str:
         environment = {**os.environ, "TMPDIR": str(tmp_path), "SHELL": "/bin/sh"}

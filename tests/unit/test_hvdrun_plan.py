@@ -2,6 +2,7 @@
 
 import asyncio
 import fcntl
+import json
 import os
 import re
 import signal
@@ -16,7 +17,6 @@ from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.onhost import host_facts as probe
 from hvd_keras.launch.onhost import sweep
 from hvd_keras.launch.onhost.cores import usable_cores, usable_gpus
-from hvd_keras.launch.onhost.rsh_agent import ssh_command
 from hvd_keras.launch.start import all_hosts, command, hosts, network, slurm
 from hvd_keras.launch.start.all_hosts import Remains
 from hvd_keras.launch.start.hosts import Host
@@ -81,12 +81,12 @@ def test_the_command_for_several_hosts(hvdrun, engine: str) -> None:
     assert command == expected.replace("PYTHON", sys.executable)
     assert program == f"each rank: {sys.executable} -c 'print(1)'"
     ssh = (
-        f"JOB_DIRECTORY/ssh: exec {sys.executable} -I -S {ONHOST}/rsh_agent.py "
-        f"{'cleans' if engine in ('MPICH', 'Intel MPI') else 'passes'} JOB ssh -x "
+        "JOB_DIRECTORY/ssh: exec ssh -x "
         "-o BatchMode=yes -o ConnectTimeout=5 -o ServerAliveInterval=4 -o ServerAliveCountMax=3 "
-        f"-o ControlMaster=no -p 2222 -i '{hvdrun.folder}/my key' -- \"$@\""
+        f"-o ControlMaster=no -p 2222 -i '{hvdrun.folder}/my key' \"$host\" "
     )
-    assert ssh in settings
+    (agent,) = (line for line in settings if line.startswith(ssh))
+    assert ("rm -rf" in agent) == (engine in ("MPICH", "Intel MPI"))
     assert {"HVDRUN_JOB=JOB", "HVDRUN_SECRET=SECRET"} <= set(settings)
     machines = {f"JOB_DIRECTORY/machines: server{n}:{s}" for n, s in ((1, 2), (2, 1))}
     assert machines <= set(settings) or engine.startswith("Open MPI")
@@ -223,11 +223,19 @@ def test_a_range_of_hosts() -> None:
     ]
 
 
-def test_the_options_of_ssh_are_not_taken_for_the_host() -> None:
-    given = ["-x", "-o", "ConnectionAttempts=10", "-p2222", "server2", "prted", "-x"]
-    *ssh, host, text = ssh_command("passes", "7", ["ssh", "-x"], given)
-    assert (ssh, host) == (["ssh", "-x"], "server2")
-    assert "prted -x" in text
+def test_the_options_of_ssh_are_not_taken_for_the_host(tmp_path: Path) -> None:
+    """And words that mpirun has quoted for a shell arrive as they are."""
+    show = [sys.executable, "-c", "import json, sys; print(json.dumps(sys.argv[1:]))", "-x", "a b"]
+    (tmp_path / "ssh").write_text(RemoteShell(show).agent("7", False))
+    given = ["-x", "-o", "ConnectionAttempts=10", "-p2222", "server2"]
+    words = ["printf", "'%s|'", "-x", "it\\'s", "'a  b'", '"$HVDRUN_JOB\n"']
+    script = ["/bin/sh", str(tmp_path / "ssh"), *given, *words]
+    shown = subprocess.run(script, capture_output=True, text=True, check=True).stdout
+    *ssh, host, text = json.loads(shown)
+    assert (ssh, host) == (["-x", "a b"], "server2")
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "SHELL": "/bin/sh"}
+    there = subprocess.run(["sh", "-c", text], env=environment, capture_output=True, text=True)
+    assert there.stdout == "-x|it's|a  b|7\n|", there
 
 
 def test_a_host_whose_keras_differs_is_refused() -> None:

@@ -21,13 +21,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_keras.launch.onhost import FAILED, limits, rsh_agent
+from hvd_keras.launch.onhost import FAILED, limits
 from hvd_keras.launch.start.command import run
 from hvd_keras.launch.start.hosts import is_here
 from hvd_keras.launch.start.slurm import Srun
 
 # Hosts that are asked at once: each takes a process and three descriptors here.
 AT_ONCE = 200
+
+# What mpirun runs as its ssh. mpirun adds -x, which `ssh` has already, and the user's own options
+# for ssh, which hvdrun takes by --ssh-port and --ssh-identity-file; some have a value. Its words
+# are quoted for the user's shell on the other host.
+_AGENT = r"""#!/bin/sh
+while case $1 in -*) ;; *) false ;; esac; do
+  case $1 in -[BbcDEeFIiJLlmOoPpQRSWw]) shift ;; esac
+  shift
+done
+host=$1
+shift
+words=$(printf %s "$*" | sed "s/'/'\"'\"'/g")
+exec {reach} "$host" {start}" '$words'"
+"""
 
 # What kubectl says on stderr when the command itself has failed, with whose status it exits.
 ENDED = "command terminated with exit code"
@@ -56,10 +70,19 @@ class RemoteShell:
         return f"cannot be reached by {name}: {reason}; expected that `{test}` works{self.advice}"
 
     def agent(self, job: str, cleans: bool) -> str:
-        """Return a script that mpirun calls as ssh; it `cleans` up when the command has ended."""
-        mode = "cleans" if cleans else "passes"
-        words = [sys.executable, "-I", "-S", rsh_agent.__file__, mode, job, *self.words, "--"]
-        return f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n'
+        """Return a script that mpirun calls as ssh; it `cleans` up when the command has ended.
+
+        On the other host the command gets the job's number, by which it and all that it starts can
+        be found, and a folder for temporary files that goes with the job.
+        """
+        start = f't=${{TMPDIR:-/tmp}}; d=$t/hvdrun-{job}; mkdir -p "$t"; '
+        # What another user has made there first is refused.
+        start += 'mkdir -m 700 "$d" || { [ -O "$d" ] && [ ! -L "$d" ]; } || exit; '
+        run = f'env HVDRUN_JOB={job} TMPDIR="$d" "${{SHELL:-/bin/sh}}" -c "$0"'
+        clean = f'{run}; status=$?; rm -rf "$d" /dev/shm/hvdrun-{job}; exit $status'
+        start += clean if cleans else f"exec {run}"
+        text = shlex.quote(f"exec sh -c {shlex.quote(start)}")
+        return _AGENT.format(reach=shlex.join(self.words), start=text)
 
 
 Reach = RemoteShell | Srun  # how hosts are reached
