@@ -12,6 +12,7 @@ if __name__ != "hvd_keras.callbacks":
         "hvd.callbacks."
     )
 
+from hvd_keras.callbacks.base import ModelCheckpoint
 from hvd_keras.callbacks.broadcast import BroadcastGlobalVariablesCallback
 from hvd_keras.callbacks.checkpoint import Checkpoint
 from hvd_keras.callbacks.learning_rate import (
@@ -19,7 +20,6 @@ from hvd_keras.callbacks.learning_rate import (
     LearningRateWarmupCallback,
 )
 from hvd_keras.callbacks.metric_average import MetricAverageCallback
-from hvd_keras.callbacks.model_checkpoint import ModelCheckpoint
 from hvd_keras.callbacks.progress import ProgressLogger
 from hvd_keras.callbacks.stats import StatsLogger
 from hvd_keras.callbacks.verify_weights import VerifyWeights

@@ -15,13 +15,12 @@ from hvd_keras.callbacks.base import Callback
 from hvd_keras.gradients import model_ranks, shards
 from hvd_keras.hooks import preprocessing, variables
 from hvd_keras.hooks.fits import Fit, check_built, running
-from hvd_keras.hooks.positions import NAME, Positions
+from hvd_keras.hooks.positions import NAME, Positions, Skipping
 from hvd_keras.rows.passes import Passes
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import Variable, innermost, is_legacy, replace_values
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.saving import background, per_rank, storage
-from hvd_keras.saving.skipping import Skipping
 
 
 class Checkpoint(Callback):  # type: ignore[misc]
@@ -290,10 +289,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
                 # On another number of ranks, only moving statistics and seeds (set below) get here.
                 same = ranks == process_set.size()
                 value = value[process_set.rank()] if same else per_rank.mean(value)
-            if shards.of(variable) is None:
-                variable.assign(value)
-            else:
-                shards.assign(variable, value)
+            shards.assign(variable, value)
         preprocessing.refresh(self.model)
         if ranks != process_set.size():
             seeds = variables.seed_states(self.model._flatten_layers())

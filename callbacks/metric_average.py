@@ -1,12 +1,13 @@
 """``MetricAverageCallback``: the same metrics on all ranks."""
 
 import warnings
+from contextlib import AbstractContextManager
 from typing import Any
 
 from hvd_keras.callbacks.base import Callback
 
 from hvd_keras.hooks import metric_states
-from hvd_keras.runtime.keras import is_legacy
+from hvd_keras.runtime.keras import is_legacy, replaced
 
 # The model's method that gives what fit and evaluate log.
 _RESULT = "_validate_and_get_metrics_result" if is_legacy else "_get_metrics_result_or_logs"
@@ -48,37 +49,33 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        self._in_epoch = False
+        self.in_epoch = False
         self._states: dict[str, list[metric_states.MetricState]] = {}
         self._warned: set[str] = set()
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
-        self._in_epoch = False
+        self.in_epoch = False
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._in_epoch = True
+        self.in_epoch = True
         self._states = {}
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Save the training metrics before validation resets them."""
-        if self.process_set.size() == 1:
-            return
-        if self._in_epoch:
+        if self.in_epoch and self.process_set.size() > 1:
             self._states[""] = metric_states.states(self.model)
-        else:
-            self._reduce_what_evaluate_returns()
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         """Save the validation metrics.
 
         They are not exchanged yet: if only some ranks validate, the others would not take part.
         """
-        if self._in_epoch and self.process_set.size() > 1:
+        if self.in_epoch and self.process_set.size() > 1:
             self._states["val_"] = metric_states.states(self.model)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._in_epoch = False
+        self.in_epoch = False
         if self.process_set.size() == 1:
             return
         if "" not in self._states and self.model is not None:
@@ -99,40 +96,15 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
                     stacklevel=2,
                 )
 
-    def _reduce_what_evaluate_returns(self) -> None:
-        """Reduces the result of the current ``evaluate``, once.
+    def of_evaluate(self, model: Any) -> AbstractContextManager[None]:
+        """Let ``evaluate`` return the metrics of all ranks, whatever callbacks do to the logs."""
+        result = getattr(model, _RESULT)
 
-        ``evaluate`` returns the result of a method of the model, whatever callbacks do to the logs,
-        so the method is replaced until it has been called. If the evaluation breaks off, the next
-        one or the next epoch restores the method when it calls ``reset_metrics``, because this rank
-        may run that alone.
-        """
-        model = self.model
-        # On the instance, where they hide the class's; a user's own attributes there come back.
-        names = (_RESULT, "reset_metrics")
-        before = {name: model.__dict__[name] for name in names if name in model.__dict__}
-        result, reset = getattr(model, _RESULT), model.reset_metrics
-        has_begun = False
-
-        def put_back() -> None:
-            for name in names:
-                model.__dict__.pop(name, None)
-            model.__dict__.update(before)
-
-        def reset_metrics() -> None:
-            nonlocal has_begun
-            if has_begun:
-                put_back()
-            has_begun = True
-            reset()
-
-        def result_of_all_ranks(logs: Any) -> dict[str, Any]:
-            put_back()
+        def of_all_ranks(logs: Any) -> dict[str, Any]:
             reduced = metric_states.numbers(result(logs))
             # The other ranks come here, too: each evaluates with this callback.
             self._states = {"": metric_states.states(model)}
             self._reduce(reduced)
             return reduced
 
-        model.reset_metrics = reset_metrics
-        setattr(model, _RESULT, result_of_all_ranks)
+        return replaced(model, _RESULT, of_all_ranks)

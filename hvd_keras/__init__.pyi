@@ -41,7 +41,9 @@ from hvd_keras.ops.without_data import local_size_op as local_size_op
 from hvd_keras.ops.without_data import process_set_included_op as process_set_included_op
 from hvd_keras.ops.without_data import rank_op as rank_op
 from hvd_keras.ops.without_data import size_op as size_op
+from hvd_keras.optimizer import DistributedGradientTape as DistributedGradientTape
 from hvd_keras.optimizer import DistributedOptimizer as DistributedOptimizer
+from hvd_keras.optimizer import PartialDistributedGradientTape as PartialDistributedGradientTape
 from hvd_keras.optimizer import PartialDistributedOptimizer as PartialDistributedOptimizer
 from hvd_keras.runtime.gpu import ccl_built as ccl_built
 from hvd_keras.runtime.gpu import cuda_built as cuda_built
@@ -77,8 +79,6 @@ from hvd_keras.runtime.reductions import Min as Min
 from hvd_keras.runtime.reductions import Product as Product
 from hvd_keras.runtime.reductions import ReduceOp as ReduceOp
 from hvd_keras.runtime.reductions import Sum as Sum
-from hvd_keras.tape import DistributedGradientTape as DistributedGradientTape
-from hvd_keras.tape import PartialDistributedGradientTape as PartialDistributedGradientTape
 
 __version__: str
 

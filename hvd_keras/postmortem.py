@@ -113,8 +113,7 @@ def read(folder: Path) -> dict[int, Rank]:
         ValueError: none exist, or they come from another version.
     """
     ranks = {}
-    for path in folder.glob("rank-*.requests"):
-        one = _read_rank(path)
+    for one in map(_read_rank, folder.glob("rank-*.requests")):
         ranks[one.rank] = one
     if not ranks:
         starts = sorted(path.parent.name for path in folder.glob("*/rank-*.requests"))

@@ -19,10 +19,10 @@ import tensorflow as tf
 
 import hvd_keras
 from hvd_keras import lifecycle
-from hvd_keras.automatic import distribution, generators, noise, replace, scale, steps, writes
+from hvd_keras.automatic import distribution, generators, noise, scale, steps, writes
 from hvd_keras.gradients import division
 from hvd_keras.runtime import agree, rank_info, settings
-from hvd_keras.runtime.keras import is_legacy, require
+from hvd_keras.runtime.keras import is_legacy, replace, require
 
 
 def auto(scale_batch: bool = False) -> None:

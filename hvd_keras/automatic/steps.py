@@ -69,7 +69,6 @@ def make(of_keras: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
 
 def _choose(model: Any, name: str, divided: Any, method: str) -> None:
     """Find out whether a new function of a model can be divided, by its first call or before."""
-    function = getattr(model, name)
     setattr(divided, _MARK, False)
     if layers := [one.name for one in model._flatten_layers() if getattr(one, "stateful", False)]:
         # It goes on with the states of the rows that the batch before had at the same places.
@@ -80,16 +79,11 @@ def _choose(model: Any, name: str, divided: Any, method: str) -> None:
         # What a first step creates could not be put back.
         return _compute_whole(model, divided, "it has parts of its own, and run_eagerly=True")
 
-    def with_a_look(iterator: Any) -> Any:
-        setattr(model, name, function)  # for all later steps
-        batches = list(itertools.islice(iterator, model.steps_per_execution))
-        if batches and (why := probe.compare(model, divided, batches[0])):
+    def look(batch: Any) -> None:
+        if batch is not None and (why := probe.compare(model, divided, batch)):
             _compute_whole(model, divided, why)
-        if batches and isinstance(iterator, tf.data.Iterator):
-            return function(tensorflow_fits.again(batches, iterator.element_spec))
-        return function(iter(batches) if batches and not isinstance(iterator, list) else iterator)
 
-    return setattr(model, name, with_a_look)
+    return tensorflow_fits.pass_first_batch(model, look, name)
 
 
 def _compute_whole(model: Any, divided: Any, why: str) -> None:

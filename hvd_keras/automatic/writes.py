@@ -22,8 +22,8 @@ import h5py  # type: ignore[import-untyped]
 import tensorflow as tf
 from numpy.lib import _datasource
 
-from hvd_keras.automatic import replace
 from hvd_keras.runtime import agree
+from hvd_keras.runtime.keras import replace
 
 # What opens files: its path and mode, by its arguments.
 _OPEN: list[tuple[Any, str, Callable[..., tuple[Any, str]]]] = [

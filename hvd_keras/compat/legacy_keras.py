@@ -180,12 +180,7 @@ class _CallableList(list[Any]):
         return self
 
 
-def add_build(_: Any) -> Any:
-    """Return a ``build`` for the legacy family, which has none."""
-    # The class is patched because compile creates LossScaleOptimizers.
-
-    def build(self: Any, var_list: Any) -> None:
-        self._create_all_weights(list(var_list))
-        self.variables = _CallableList(self.weights)
-
-    return build
+def build(self: Any, var_list: Any) -> None:
+    """Do what ``Optimizer.build`` does, for the legacy family, which has none."""
+    self._create_all_weights(list(var_list))
+    self.variables = _CallableList(self.weights)

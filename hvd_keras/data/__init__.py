@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras.data import arrays, datasets, file_sources
+from hvd_keras.data import arrays, datasets
 from hvd_keras.data.records import Records
 from hvd_keras.rows import Split, by_number, checks
 from hvd_keras.rows.files import Opened, opened
@@ -201,10 +201,10 @@ def _open(
     if batch_size is None:
         raise ValueError("batch_size=None, expected rows per rank and step.")
     if isinstance(source, Opened):
-        return file_sources.of_rows(source, batch_size, shuffle, seed, split)
+        return arrays.of_rows(source, batch_size, shuffle, seed, split)
     if by_number.is_row_source(source):
         rows = Opened(by_number.Rows(source))
-        return file_sources.of_rows(rows, batch_size, shuffle, seed, split)
+        return arrays.of_rows(rows, batch_size, shuffle, seed, split)
     return arrays.of_arrays(source, batch_size, everything, seed, split)
 
 

@@ -39,12 +39,7 @@ def shuffles_itself(source: Any) -> bool:
 
 def is_elementwise(node: Any) -> bool:
     """Whether an element of a dataset is made of one of its input, anew in each pass."""
-    return _kind(node) in _ELEMENTWISE - {"Cache"}
-
-
-def repeats(node: Any) -> bool:
-    """Whether a dataset repeats its input."""
-    return _kind(node) == "Repeat"
+    return kind_of(node) in _ELEMENTWISE - {"Cache"}
 
 
 def of_dataset(
@@ -146,7 +141,7 @@ def _first(source: Any) -> Any:
 
 def _has_cache(source: Any) -> bool:
     """Whether a dataset must be read to its end: a cache that is read partly is not usable."""
-    return any(_kind(node) == "Cache" for node in nodes(source))
+    return any(kind_of(node) == "Cache" for node in nodes(source))
 
 
 def _with_weights(
@@ -204,7 +199,7 @@ def _is_batched(source: Any) -> bool:
 def _makes_batches(node: Any) -> bool | None:
     """Whether a dataset yields batches, judged by how it was made; None if unknown."""
     # Shapes cannot tell: rows of shape [32, 3] and batches of 32 rows of shape [3] look alike.
-    kind, inputs = _kind(node), node._inputs()
+    kind, inputs = kind_of(node), node._inputs()
     if kind in _BATCHING:
         return True
     if kind in ("Unbatch", "TensorSlice"):
@@ -214,7 +209,7 @@ def _makes_batches(node: Any) -> bool | None:
         ops = {op.type for graph in graphs for op in graph.get_operations()}
         if any(op.startswith(kind) for op in ops for kind in _BATCHING):
             # window(n).flat_map(lambda part: part.batch(n)) makes rows that are sequences.
-            return not any(_kind(node) == "Window" for node in nodes(node))
+            return not any(kind_of(node) == "Window" for node in nodes(node))
         if kind != "GroupByWindow":
             return None
     found = [_makes_batches(node) for node in inputs]
@@ -228,7 +223,7 @@ def _seeds(source: Any, alone: bool) -> list[tuple[int, int]]:
     """Return the seeds with which the dataset shuffles; without any, the order differs by rank."""
     _check_names()
     made_of = list(nodes(source))
-    shuffles = [node for node in made_of if _kind(node) in ("Shuffle", "Random")]
+    shuffles = [node for node in made_of if kind_of(node) in ("Shuffle", "Random")]
     seeds = [(int(node._seed), int(node._seed2)) for node in shuffles]
     if not alone and (0, 0) in seeds:
         raise ValueError(
@@ -250,7 +245,7 @@ def _measure(source: Any) -> tuple[int, int, list[int] | None]:
     The last is None if at most the last batch is short.
     """
     node = _below(source, _ELEMENTWISE)
-    if _kind(node) not in ("Batch", "ParallelBatch", "PaddedBatch"):
+    if kind_of(node) not in ("Batch", "ParallelBatch", "PaddedBatch"):
         counts = _read_counts(source, _rows)
         return sum(counts), max(counts, default=1), counts
     # The length of what batch() was called on tells all, without reading batches.
@@ -284,7 +279,7 @@ def _read_counts(source: Any, count: Callable[[Any], Any]) -> list[int]:
 
 def _below(source: Any, kinds: set[str]) -> Any:
     """Return the first input of a dataset that is not of one of these kinds."""
-    while _kind(source) in kinds:
+    while kind_of(source) in kinds:
         (source,) = source._inputs()
     return source
 
@@ -326,13 +321,13 @@ def _check_names() -> None:
     """Check that TensorFlow shows how a dataset was made: an order that differs would go unseen."""
     made = tf.data.Dataset.range(1).shuffle(1, seed=1).map(lambda x: x, 1, deterministic=False)
     (shuffled,) = made._inputs()
-    if (_kind(shuffled), int(shuffled._seed2), made._deterministic) != ("Shuffle", 1, "false"):
+    if (kind_of(shuffled), int(shuffled._seed2), made._deterministic) != ("Shuffle", 1, "false"):
         raise RuntimeError(
             f"hvd_keras cannot see how TensorFlow {tf.__version__} shuffles a dataset. Run: "
             'pip install "tensorflow<2.23"'
         )
 
 
-def _kind(node: Any) -> str:
+def kind_of(node: Any) -> str:
     """Return ``Batch`` for TensorFlow's ``_BatchDataset``, and so on."""
     return type(node).__name__.strip("_").removesuffix("Dataset")

@@ -106,7 +106,7 @@ def of(dataset: Any, repeats: bool) -> Position | None:
     """
     node = dataset
     while not hasattr(node, "_hvd_pass"):
-        if not datasets.is_elementwise(node) and not datasets.repeats(node):
+        if not datasets.is_elementwise(node) and datasets.kind_of(node) != "Repeat":
             return None
         (node,) = node._inputs()
     is_infinite = dataset.cardinality() == tf.data.INFINITE_CARDINALITY

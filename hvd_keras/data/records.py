@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_keras.rows.counting import look_into_some
+from hvd_keras.rows import reading
 from hvd_keras.runtime import agree, libraries
 from hvd_keras.runtime.process_sets import ProcessSet
 
@@ -55,9 +55,6 @@ class Records:
         self.read_bytes = size / max(1, self.length)
         self.starts = np.array([*range(0, self.length, _BLOCK), self.length])
 
-    def keep(self, blocks: int) -> None:
-        """Nothing is kept: a record is read by itself."""
-
     def look_up(self, rows: Any) -> list[Any]:
         """Return for some rows the numbers of their files, their offsets there and lengths."""
         files = np.searchsorted(self._firsts, rows, "right") - 1
@@ -77,7 +74,7 @@ class Records:
 
     def _scan_shares(self, process_set: ProcessSet) -> None:
         """Let each rank index some of the files; those whose index cannot be kept go to all."""
-        look_into_some(len(self.paths), self._open, process_set)
+        reading.look_into_some(len(self.paths), self._open, process_set)
         held = {str(number): len(offsets) for number, offsets in self._held.items()}
         data = b"".join(offsets.tobytes() for offsets in self._held.values())
         for theirs, other in zip(
@@ -102,13 +99,11 @@ class Records:
             index = pathlib.Path(self._index) / f"{name:08x}{index.name}"
         facts = path.stat()
         expected = (_MAGIC, facts.st_size, facts.st_mtime_ns)
-        found = _load(index, expected)
-        if found is None:
+        if (offsets := _load(index, expected)) is None:
             offsets = np.asarray(libraries.tensorflow_ops().hvd_record_offsets(str(path)))
             if not _save(index, expected, offsets):
                 self._held[number] = offsets
-            return offsets
-        return found
+        return offsets
 
 
 def _load(index: pathlib.Path, expected: tuple[Any, ...]) -> Any:

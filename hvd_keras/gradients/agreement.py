@@ -55,11 +55,7 @@ class ExchangeOptions:
         if gradient is None or not scale:
             return gradient
         factor = tf.constant(1 / self.process_set.size(), gradient.dtype)
-        if isinstance(gradient, tf.IndexedSlices):
-            return tf.IndexedSlices(
-                gradient.values * factor, gradient.indices, gradient.dense_shape
-            )
-        return gradient * factor
+        return tf.math.scalar_mul(factor, gradient)  # sparse ones stay so
 
     def of_dense(self) -> dict[str, Any]:
         return {

@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras.gradients import missing_calls
-from hvd_keras.ops import without_data
+from hvd_keras.ops import validate
 from hvd_keras.runtime import rank_info
 
 #: Distributed optimizers that accumulate gradients before they are exchanged, and how many steps
@@ -33,10 +33,16 @@ def join() -> tf.Tensor:
         tf.errors.AbortedError: a rank has left the job without joining.
         RuntimeError: accumulated gradients are lost, and ``HVD_STRICT`` is set.
     """
+    rank_info.rank()  # raises if hvd.init() was not called
+    if validate.is_compiling():
+        raise NotImplementedError(
+            "hvd.join cannot be compiled by XLA. Call it outside of functions with "
+            "jit_compile=True."
+        )
     if not accumulating or not tf.executing_eagerly():
-        return without_data.join()
+        return validate.raw.hvd_join(tensor_name="")
     before = missing_calls.count_requests("allreduce")
-    last = without_data.join()
+    last = validate.raw.hvd_join(tensor_name="")
     others_went_on = missing_calls.count_requests("allreduce") != before
     for optimizer, then in list(accumulating.items()):
         made = accumulating[optimizer] = int(optimizer._iterations)  # local steps

@@ -50,34 +50,31 @@ def local_fit() -> Iterator[None]:
         yield
 
 
-def _updated(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
-    """Return what ``apply`` updates: by default, what the optimizer was built for."""
-    if trainable_variables is None:
-        return getattr(optimizer, "_trainable_variables", ())
-    return trainable_variables
+def apply(method: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    """Replace ``Optimizer.apply``. By default, it updates what the optimizer was built for.
 
-
-def wrap_apply(variables_of: Callable[..., Iterable[Any]] = _updated) -> Callable[[Any], Any]:
-    """Return a wrapper of an optimizer's method that applies gradients to ``variables_of`` it.
-
-    It warns if they were not exchanged, and refuses what would clip by norms unknown here.
+    It warns if gradients were not exchanged, and refuses what would clip by norms unknown here.
     """
+    if not hasattr(optimizer, "_hvd_reducer"):
+        grads, variables = list(grads), trainable_variables
+        if variables is None:
+            variables = getattr(optimizer, "_trainable_variables", ())
+        _check_update(optimizer, list(variables))
+    return method(optimizer, grads, trainable_variables)
 
-    def wrap(method: Any) -> Any:
-        def apply(self: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
-            if not hasattr(self, "_hvd_reducer"):
-                grads = list(grads)
-                variables = list(variables_of(self, grads, *args, **kwargs))
-                check_optimizer(self, variables)
-                several = rank_info.is_initialized() and rank_info.size() > 1
-                local = model_ranks.local_variables if several else ()
-                shards.check_clipping(self, variables, local)
-            return method(self, grads, *args, **kwargs)
 
-        apply.__doc__ = method.__doc__
-        return apply
+def apply_pairs(method: Any, optimizer: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace ``Optimizer.apply_gradients`` of tf_keras, in the same way."""
+    pairs = list(grads_and_vars)
+    if not hasattr(optimizer, "_hvd_reducer"):
+        _check_update(optimizer, [variable for _, variable in pairs])
+    return method(optimizer, pairs, *args, **kwargs)
 
-    return wrap
+
+def _check_update(optimizer: Any, variables: list[Any]) -> None:
+    check_optimizer(optimizer, variables)
+    several = rank_info.is_initialized() and rank_info.size() > 1
+    shards.check_clipping(optimizer, variables, model_ranks.local_variables if several else ())
 
 
 @unconverted  # type: ignore[untyped-decorator]

@@ -10,7 +10,6 @@ Every ``DistributedOptimizer`` and ``DistributedGradientTape`` has a ``GradientR
 
 import collections
 import contextlib
-import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,19 +20,21 @@ from hvd_keras.gradients import (
     agreement,
     buckets,
     clipping,
-    compare,
     joining,
     missing_calls,
     model_ranks,
     shards,
 )
-from hvd_keras.gradients.specs import VariableSpec, check_specs, spec_of
+from hvd_keras.gradients.specs import (
+    VariableSpec,
+    check_described,
+    check_specs,
+    next_name,
+    of_optimizer,
+    spec_of,
+)
 from hvd_keras.runtime import agree, log, rank_info, settings
-from hvd_keras.runtime.keras import keras, require
-from hvd_keras.runtime.process_sets import ProcessSet
-
-# By process set: the ranks of one set create the same optimizers, those of another may differ.
-_numbers: collections.defaultdict[int, Iterator[int]] = collections.defaultdict(itertools.count)
+from hvd_keras.runtime.keras import keras, replaced, require
 
 
 class GradientReducer:
@@ -49,8 +50,9 @@ class GradientReducer:
     def __init__(
         self, name: str | None, options: agreement.ExchangeOptions, groups: agreement.Groups
     ) -> None:
-        self.name = name or f"optimizer {next(_numbers[options.process_set.id()])}"
+        self.name = name or next_name(options.process_set)
         self.options = options
+        self.process_set, self.op = options.process_set, options.op
         self.groups = groups
         self.local: dict[int, Any] = {}  # this rank's own variables, by ``shards.variable_id``
         self.averages_rows = True  # see model_ranks
@@ -58,16 +60,6 @@ class GradientReducer:
         # The lists of variables that the ranks have compared.
         self._agreed: dict[Any, tuple[VariableSpec, ...]] = {}
         self.has_local = False  # any rank has local variables: all must clip alike
-
-    @property
-    def process_set(self) -> ProcessSet:
-        """The ranks that train together."""
-        return self.options.process_set
-
-    @property
-    def op(self) -> ops.ReduceOp:
-        """How the ranks' gradients are combined."""
-        return self.options.op
 
     def register_local(self, variable: Any) -> None:
         """Make a variable belong to this rank: no exchange of its gradient, no broadcast."""
@@ -138,8 +130,8 @@ class GradientReducer:
         if specs is None:  # some small allgathers, once for each list of variables
             specs = check_specs(self.name, mine, self.process_set)
             optimizer = getattr(self, "optimizer", None)
-            described = {} if optimizer is None else compare.of_optimizer(optimizer)
-            compare.check(f"{self.name}.options", described, self.process_set)
+            described = {} if optimizer is None else of_optimizer(optimizer)
+            check_described(f"{self.name}.options", described, self.process_set)
             of_ranks = agree.gather_json(f"{self.name}.local", bool(self.local), self.process_set)
             self.has_local = any(of_ranks)
             requests = len(Plan(self.name, specs, ()).buckets(gradients))
@@ -363,11 +355,9 @@ class KerasReducer(GradientReducer):
         if variables is None:
             variables = self.optimizer._trainable_variables
         self._updates += 1
-        self.step = self.begin(grads, list(variables))
-        try:
-            yield self.step
-        finally:
-            self.step = None
+        step = self.begin(grads, list(variables))
+        with replaced(self, "step", step):
+            yield step
 
     def _apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], **kwargs: Any) -> Any:
         """Replace ``Optimizer.apply_gradients``, which calls ``apply``."""

@@ -6,7 +6,6 @@ optimizer whose state is in shares (``zero``). Nothing of them is broadcast or a
 
 import contextvars
 import dataclasses
-import functools
 import math
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -197,7 +196,8 @@ def without(variables: Iterable[Any]) -> list[Any]:
 def whole(variable: Any) -> Any:
     """Return the array of which the ranks' variables are parts; all ranks must call it."""
     shard = of(variable)
-    assert shard is not None
+    if shard is None:
+        return np.asarray(variable)
     # Flat, because allgather wants equal columns, and parts by columns differ there.
     mine = np.asarray(variable)
     name = f"table {shard.layout.input_dim} x {shard.layout.output_dim}"
@@ -216,9 +216,14 @@ def whole(variable: Any) -> Any:
 
 
 def assign(variable: Any, whole: Any) -> None:
-    """Assign to a part what it has of the whole: an array, or a dataset of h5py of two axes."""
+    """Assign to a part what it has of the whole: an array, or a dataset of h5py of two axes.
+
+    Other variables get the whole.
+    """
     shard = of(variable)
-    assert shard is not None
+    if shard is None:
+        variable.assign(np.asarray(whole))
+        return
     rows, columns = shard.layout.input_dim, shard.layout.output_dim
     if isinstance(whole, np.ndarray):
         whole = whole.reshape(rows, columns)
@@ -227,28 +232,23 @@ def assign(variable: Any, whole: Any) -> None:
     variable.assign(values.reshape(variable.shape))
 
 
-def wrap_add_slot(add: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``Optimizer.add_variable_from_reference``: a slot of a part is a part.
+def add_slot(add: Any, self: Any, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace ``Optimizer.add_variable_from_reference``: a slot of a part is a part.
 
     Raises:
         ValueError: the optimizer computes norms or means of a whole table.
     """
-
-    @functools.wraps(add)
-    def add_slot(self: Any, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
-        shard = of(reference_variable)
-        if shard is not None and type(self).__name__ in _WHOLE_VARIABLES:
-            raise ValueError(
-                f"optimizer {type(self).__name__} computes with whole variables, but each rank "
-                f"holds a part of {reference_variable.path}. Use an optimizer that updates each "
-                "element alone, such as Adam or Adagrad, or hvd.layers.Embedding(shard=None)."
-            )
-        slot = add(self, reference_variable, *args, **kwargs)
-        if shard is not None:
-            mark(slot, shard)
-        return slot
-
-    return add_slot
+    shard = of(reference_variable)
+    if shard is not None and type(self).__name__ in _WHOLE_VARIABLES:
+        raise ValueError(
+            f"optimizer {type(self).__name__} computes with whole variables, but each rank "
+            f"holds a part of {reference_variable.path}. Use an optimizer that updates each "
+            "element alone, such as Adam or Adagrad, or hvd.layers.Embedding(shard=None)."
+        )
+    slot = add(self, reference_variable, *args, **kwargs)
+    if shard is not None:
+        mark(slot, shard)
+    return slot
 
 
 _WHOLE_VARIABLES = {

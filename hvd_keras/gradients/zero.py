@@ -19,7 +19,7 @@ from hvd_keras import ops
 from hvd_keras.gradients import buckets, clipping, model_ranks, reducer, shards, specs
 from hvd_keras.ops.reduction import wire_dtype
 from hvd_keras.runtime import settings
-from hvd_keras.runtime.keras import keras
+from hvd_keras.runtime.keras import keras, replaced
 from hvd_keras.runtime.process_sets import ProcessSet
 
 _UNSUITABLE = {
@@ -372,13 +372,10 @@ class ShardedReducer(reducer.KerasReducer):
             for variable, average in zip(variables, averages, strict=True)
             if self._holds(variable)
         ]
-        # Keras shall update the held ones alone. Not by its __setattr__, which tracks variables.
-        name = "_model_variables_moving_average"
-        object.__setattr__(optimizer, name, [average for _, average in pairs])
-        try:
-            yield [variable for variable, _ in pairs]
-        finally:
-            object.__setattr__(optimizer, name, averages)
+        held, own = zip(*pairs, strict=True) if pairs else ((), ())
+        # Keras shall update the held ones alone.
+        with replaced(optimizer, "_model_variables_moving_average", list(own)):
+            yield list(held)
 
     def _share(self, variables: Sequence[Any]) -> None:
         """Give all ranks the values of the variables that each updates, last variables first."""
@@ -425,16 +422,11 @@ class ShardedReducer(reducer.KerasReducer):
         return self._packed[key]
 
 
-def wrap_files(method: Callable[..., None]) -> Callable[..., None]:
-    """Wrap how a LossScaleOptimizer writes and reads files, with the optimizer in it."""
+def save_or_load(method: Callable[..., None], scaled: Any, store: Any) -> None:
+    """Replace how a LossScaleOptimizer writes and reads files, with the optimizer in it."""
     # On the class, because compile creates such optimizers.
     own = {"save_own_variables": _save, "load_own_variables": _load}[method.__name__]
-
-    @functools.wraps(method)
-    def of_inner(self: Any, store: Any) -> None:
-        (own if model_ranks.is_sharded(self) else method)(self, store)
-
-    return of_inner
+    (own if model_ranks.is_sharded(scaled) else method)(scaled, store)
 
 
 def _save(optimizer: Any, store: Any) -> None:
@@ -455,7 +447,4 @@ def _save(optimizer: Any, store: Any) -> None:
 def _load(optimizer: Any, store: Any) -> None:
     """Replace ``load_own_variables``: the file has the whole state."""
     for i, variable in enumerate(optimizer.variables):
-        if shards.of(variable) is None:
-            variable.assign(store[str(i)])
-        else:
-            shards.assign(variable, np.asarray(store[str(i)]))
+        shards.assign(variable, np.asarray(store[str(i)]))

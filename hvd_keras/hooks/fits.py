@@ -1,16 +1,13 @@
 """The ``fit`` that runs, on every backend of Keras."""
 
-import contextlib
 import contextvars
 import dataclasses
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hvd_keras.rows.passes import Passes
-from hvd_keras.runtime import agree
 from hvd_keras.runtime.process_sets import ProcessSet
-from hvd_keras.saving import background
 
 if TYPE_CHECKING:
     from hvd_keras.hooks.values import Values
@@ -73,16 +70,6 @@ validation: contextvars.ContextVar[Validation | None] = contextvars.ContextVar(
 )
 #: Models whose validation needs the numbers of all ranks.
 weighed: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-@contextlib.contextmanager
-def during(own: Fit | None) -> Iterator[None]:
-    """Make it the ``fit`` that runs. At the end, also by an exception, files are written."""
-    with agree.within(current, own):
-        try:
-            yield
-        finally:
-            background.wait()
 
 
 def running(model: Any) -> Fit | None:

@@ -5,67 +5,61 @@ equal. When ``fit`` returns, the files that one rank has written are there for a
 """
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from hvd_keras import observe
-from hvd_keras.gradients import compare, division, missing_calls, model_ranks
+from hvd_keras.gradients import division, missing_calls, model_ranks, specs
 from hvd_keras.hooks import fits, keras_callbacks, progress, values, variables
 from hvd_keras.hooks.fits import Fit, running
 from hvd_keras.rows import checks
 from hvd_keras.runtime import agree, log, rank_info, settings
-from hvd_keras.runtime.keras import KERAS_VERSIONS, flatten, is_eager, keras
+from hvd_keras.runtime.keras import KERAS_VERSIONS, flatten, is_eager, keras, replaced
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.runtime.reductions import Adasum, Average
+from hvd_keras.saving import background
 
 
-def wrap_fit(backend: Any, fit: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``keras.Model.fit``; ``backend`` has what depends on it, as ``tensorflow_fits``."""
-    signature = inspect.signature(fit)
-    defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
-
-    @functools.wraps(fit)
-    def fit_together(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(agree.within(missing_calls.in_fit, True))
-            if not rank_info.is_initialized():
-                return fit(self, *args, **kwargs)
-            try:
-                bound = signature.bind(self, *args, **kwargs)
-            except TypeError:
-                return fit(self, *args, **kwargs)  # raises an error that says what is wrong
-            _adapt(bound.arguments, backend)
-            # A list, a list of lists, or a CallbackList, whose callbacks are replaced for this fit.
-            given = bound.arguments.get("callbacks")
-            callbacks = flat(given)
-            own = _begun(backend, self, callbacks, defaults | bound.arguments)
-            stack.enter_context(fits.during(own))
-            several = own is not None and own.process_set.size() > 1
-            # From here on the stack undoes what this fit changes in the model and its callbacks.
-            runs = callbacks
-            if own is not None and several:
-                runs = keras_callbacks.edited(own)
-                process_set = own.process_set
-                _weigh(stack, backend, self, process_set, "train_step")
-                leader = keras_callbacks.on_leader_alone(callbacks, process_set, own)
-                stack.enter_context(leader)
-            if observe.is_publishing():  # hvdrun shows how far the training is
-                runs = [*runs, progress.Progress(backend.gpu_bytes)]
-            if given is not None and hasattr(given, "callbacks"):  # a CallbackList
-                stack.callback(setattr, given, "callbacks", given.callbacks)
-                given.callbacks = runs
-                for callback in runs:
-                    callback.set_model(self)
-            elif runs is not callbacks:
-                bound.arguments["callbacks"] = runs
-            history = fit(*bound.args, **bound.kwargs)
-            if own is not None and several:
-                _end(own)
-            return history
-
-    return fit_together
+def fit(backend: Any, fit_alone: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace ``keras.Model.fit``; ``backend`` has what depends on it, as ``tensorflow_fits``."""
+    signature = inspect.signature(fit_alone)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(agree.within(missing_calls.in_fit, True))
+        if not rank_info.is_initialized():
+            return fit_alone(model, *args, **kwargs)
+        try:
+            bound = signature.bind(model, *args, **kwargs)
+        except TypeError:
+            return fit_alone(model, *args, **kwargs)  # raises an error that says what is wrong
+        _adapt(bound.arguments, backend)
+        # A list, a list of lists, or a CallbackList, whose callbacks are replaced for this fit.
+        given = bound.arguments.get("callbacks")
+        callbacks = flat(given)
+        defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
+        own = _begun(backend, model, callbacks, defaults | bound.arguments)
+        stack.enter_context(agree.within(fits.current, own))
+        stack.callback(background.wait)  # at the end, also by an exception, files are written
+        several = own is not None and own.process_set.size() > 1
+        # From here on the stack undoes what this fit changes in the model and its callbacks.
+        runs = callbacks
+        if own is not None and several:
+            runs = keras_callbacks.edited(own)
+            process_set = own.process_set
+            _weigh(stack, backend, model, process_set, "train_step")
+            stack.enter_context(keras_callbacks.on_leader_alone(callbacks, process_set, own))
+        if observe.is_publishing():  # hvdrun shows how far the training is
+            runs = [*runs, progress.Progress(backend.gpu_bytes)]
+        if given is not None and hasattr(given, "callbacks"):  # a CallbackList
+            stack.enter_context(replaced(given, "callbacks", runs))
+            for callback in runs:
+                callback.set_model(model)
+        elif runs is not callbacks:
+            bound.arguments["callbacks"] = runs
+        history = fit_alone(*bound.args, **bound.kwargs)
+        if own is not None and several:
+            _end(own)
+        return history
 
 
 def _adapt(arguments: dict[str, Any], backend: Any) -> None:
@@ -119,41 +113,41 @@ def _end(own: Fit) -> None:
         missing_calls.check_values(own.values, "ended")
 
 
-def wrap_evaluate(backend: Any, evaluate: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``keras.Model.evaluate``, whose losses are weighed, and ``predict``.
+def evaluate(
+    backend: Any, evaluate_alone: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Replace ``keras.Model.evaluate``, whose losses are weighed, and ``predict``.
 
     Callbacks write on the first rank only.
     """
-    signature = inspect.signature(evaluate)
+    signature = inspect.signature(evaluate_alone)
     is_predict = "return_dict" not in signature.parameters
-
-    @functools.wraps(evaluate)
-    def evaluate_together(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = kwargs.get("callbacks")
-        if given is None and args:
-            with contextlib.suppress(TypeError):  # which evaluate raises, too
-                given = signature.bind(self, *args, **kwargs).arguments.get("callbacks")
-        if not rank_info.is_initialized() or (is_predict and given is None):
-            return evaluate(self, *args, **kwargs)
-        callbacks, in_fit = flat(given), hasattr(given, "callbacks")
-        process_set = _process_set(self, callbacks)
-        if process_set is None or process_set.size() == 1:
-            return evaluate(self, *args, **kwargs)
-        with contextlib.ExitStack() as stack:
-            if callbacks and not in_fit:
-                keras_callbacks.refuse(callbacks, self, process_set)
-                stack.enter_context(keras_callbacks.on_leader_alone(callbacks, process_set))
-            if is_predict or division.is_on or not is_eager():
-                return evaluate(self, *args, **kwargs)
-            _weigh(stack, backend, self, process_set, "test_step")
-            validates = keras_callbacks.averages(callbacks)
-            if in_fit and (own := running(self)):
-                validates = own.validates
-            if validates:
-                stack.enter_context(_validating(backend, self, process_set, in_fit))
-            return evaluate(self, *args, **kwargs)
-
-    return evaluate_together
+    given = kwargs.get("callbacks")
+    if given is None and args:
+        with contextlib.suppress(TypeError):  # which evaluate raises, too
+            given = signature.bind(model, *args, **kwargs).arguments.get("callbacks")
+    if not rank_info.is_initialized() or (is_predict and given is None):
+        return evaluate_alone(model, *args, **kwargs)
+    callbacks, in_fit = flat(given), hasattr(given, "callbacks")
+    process_set = _process_set(model, callbacks)
+    if process_set is None or process_set.size() == 1:
+        return evaluate_alone(model, *args, **kwargs)
+    with contextlib.ExitStack() as stack:
+        if callbacks and not in_fit:
+            keras_callbacks.refuse(callbacks, model, process_set)
+            stack.enter_context(keras_callbacks.on_leader_alone(callbacks, process_set))
+        for callback in callbacks if not is_predict else ():
+            if keras_callbacks.averages([callback]) and not (in_fit and callback.in_epoch):
+                stack.enter_context(callback.of_evaluate(model))
+        if is_predict or division.is_on or not is_eager():
+            return evaluate_alone(model, *args, **kwargs)
+        _weigh(stack, backend, model, process_set, "test_step")
+        validates = keras_callbacks.averages(callbacks)
+        if in_fit and (own := running(model)):
+            validates = own.validates
+        if validates:
+            stack.enter_context(_validating(backend, model, process_set, in_fit))
+        return evaluate_alone(model, *args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -187,38 +181,29 @@ def _validate(own: fits.Validation, steps: int | None) -> None:
 def before_callbacks(model: Any, dataset: Any, steps: int | None) -> None:
     """Do what ``fit`` and ``evaluate`` of a model do first, on these data."""
     if (own := running(model)) and not own.has_begun:
-        begin(own, dataset, steps)
+        own.has_begun = True
+        own.backend.prepare(own, dataset)
+        if own.process_set.size() == 1:
+            own.unbuilt = _why_unbuilt(own) or ""
+        else:
+            _agree(own, dataset, steps)
+            checks.check_passes(own.backend.passes_of(dataset), own.process_set)
     validation = fits.validation.get()
     if validation is not None and validation.model is model:
         _validate(validation, steps)
 
 
-def wrap_bar(set_params: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``keras.callbacks.ProgbarLogger.set_params``: by default one rank has the bar."""
-
-    def set_params_of_rank(self: Any, params: Any) -> None:
-        set_params(self, params)
-        if params.get("verbose") != "auto" or settings.read().verbose_all:
-            return
-        with contextlib.suppress(ValueError):  # this rank is in no set, or the model in several
-            own = running(self.model)
-            process_set = self.model and model_ranks.process_set_of(self.model)
-            process_set = own.process_set if own else process_set
-            if process_set is not None and process_set.rank() > 0:
-                self.verbose = 0
-
-    return set_params_of_rank
-
-
-def begin(own: Fit, dataset: Any, steps: int | None) -> None:
-    """Compare what all ranks must have alike, before callbacks begin."""
-    own.has_begun = True
-    own.backend.prepare(own, dataset)
-    if own.process_set.size() == 1:
-        own.unbuilt = _why_unbuilt(own) or ""
+def set_params(of_keras: Callable[..., None], bar: Any, params: Any) -> None:
+    """Replace ``keras.callbacks.ProgbarLogger.set_params``: by default one rank has the bar."""
+    of_keras(bar, params)
+    if params.get("verbose") != "auto" or settings.read().verbose_all:
         return
-    _agree(own, dataset, steps)
-    checks.check_passes(own.backend.passes_of(dataset), own.process_set)
+    with contextlib.suppress(ValueError):  # this rank is in no set, or the model in several
+        own = running(bar.model)
+        process_set = bar.model and model_ranks.process_set_of(bar.model)
+        process_set = own.process_set if own else process_set
+        if process_set is not None and process_set.rank() > 0:
+            bar.verbose = 0
 
 
 def _why_unbuilt(own: Fit) -> str | None:
@@ -234,7 +219,7 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
     names = ("batch_size", "epochs", "initial_epoch", "class_weight")
     described = {name: given[name] for name in names}
     described["batch_size"] = given["batch_size"] or 32  # Keras's default
-    description = compare.of_training(model) | compare.flat(described, "fit")
+    description = specs.of_training(model) | specs.flat(described, "fit")
     rows = None
     x_and_y = given.get("x"), given.get("y")
     # In automatic mode each step compares its rows, which are those of all ranks.
@@ -264,7 +249,7 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
     gathered = agree.gather_json("fit", mine, process_set)
     own.unbuilt = agree.by_rank([theirs["unbuilt"] for theirs in gathered], process_set)
     own.agree(gathered)
-    compare.check("fit compared", description, process_set)
+    specs.check_described("fit compared", description, process_set)
     by_rank = [theirs["steps"] for theirs in gathered]
     if None not in by_rank and len(set(by_rank)) > 1:
         shown = zip(process_set.ranks, by_rank, strict=True)

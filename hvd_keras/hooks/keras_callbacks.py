@@ -17,7 +17,7 @@ from hvd_keras.hooks import variables
 from hvd_keras.hooks.fits import Fit
 from hvd_keras.hooks.values import Values, of_rows
 from hvd_keras.runtime import agree
-from hvd_keras.runtime.keras import keras, summary
+from hvd_keras.runtime.keras import keras, replaced, summary
 from hvd_keras.runtime.process_sets import ProcessSet
 
 _WRITERS = tuple(
@@ -69,23 +69,16 @@ def on_leader_alone(
     """
     # What a class that derives from one of Keras's adds to it runs on all ranks. An instance keeps
     # its state and its own methods; only the hooks of Keras's class are empty.
-    silenced: list[tuple[Any, Any]] = []
-    if process_set.rank() != 0:
-        silenced = [(c, type(c)) for c in callbacks if isinstance(c, _WRITERS)]
-    saving: list[tuple[Any, Any]] = []
-    if common is not None:
-        saving = [(c, c._save_model) for c in callbacks if isinstance(c, _CHECKPOINT)]
-        for callback, save in saving:
-            callback._save_model = functools.partial(_save, common, save)
-    for callback, cls in silenced:
-        callback.__class__ = _silent(cls)
-    try:
+    with contextlib.ExitStack() as stack:
+        for callback in callbacks:
+            cls: Any = type(callback)
+            if isinstance(callback, _WRITERS) and process_set.rank() != 0:
+                stack.callback(setattr, callback, "__class__", cls)
+                callback.__class__ = _silent(cls)
+            if isinstance(callback, _CHECKPOINT) and common is not None:
+                save = functools.partial(_save, common, callback._save_model)
+                stack.enter_context(replaced(callback, "_save_model", save))
         yield
-    finally:
-        for callback, save in saving:
-            callback._save_model = save
-        for callback, cls in silenced:
-            callback.__class__ = cls
 
 
 def _save(common: Fit, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:

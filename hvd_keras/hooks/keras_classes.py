@@ -57,50 +57,30 @@ def SyncBatchNormalization(  # noqa: N802
     return layer
 
 
-def wrap_moments(local_moments: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``BatchNormalization._moments``: moments over all ranks, if ``synchronized=True``."""
-
-    def moments(self: Any, inputs: Any, mask: Any) -> Any:
-        process_set = _process_set(self)
-        is_together = self.synchronized or division.current.get() is not None
-        if not is_together or process_set is None:
-            return local_moments(self, inputs, mask)
-        if mask is not None:
-            raise _no_mask(self.name)
-        path = specs.common_path(self.path)
-        return _global_moments(inputs, self._reduction_axes, path, process_set)
-
-    return moments
+def moments(local_moments: Callable[..., Any], layer: Any, inputs: Any, mask: Any) -> Any:
+    """Replace ``BatchNormalization._moments``: moments over all ranks, if ``synchronized=True``."""
+    process_set = _process_set(layer)
+    is_together = layer.synchronized or division.current.get() is not None
+    if not is_together or process_set is None:
+        return local_moments(layer, inputs, mask)
+    return _global_moments(layer.path, inputs, mask, layer._reduction_axes, process_set)
 
 
-LEGACY_METHOD = "_sync_calculate_mean_and_var"
-
-
-def legacy_class() -> Any:
-    """Return the class of tf_keras that defines ``LEGACY_METHOD``."""
-    mro = keras.layers.BatchNormalization.__mro__
-    return next(c for c in mro if LEGACY_METHOD in vars(c))
-
-
-def wrap_legacy_moments(local_moments: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the same for tf_keras, which has a separate method for synchronised moments."""
-
-    def moments(self: Any, x: Any, axes: list[int], keep_dims: bool, mask: Any = None) -> Any:
-        process_set = _process_set(self)
-        if process_set is None:
-            return local_moments(self, x, axes, keep_dims, mask)
-        if mask is not None:
-            raise _no_mask(self.name)
-        # As Keras 3 does: half precision is too coarse for variances.
-        half = x.dtype in (tf.float16, tf.bfloat16)
-        values = tf.cast(x, tf.float32) if half else x
-        both = _global_moments(values, list(axes), specs.common_path(self.name), process_set)
-        if keep_dims:
-            sizes = [1 if axis in axes else x.shape[axis] for axis in range(x.shape.rank)]
-            both = tf.reshape(both[0], sizes), tf.reshape(both[1], sizes)
-        return tf.cast(both[0], x.dtype), tf.cast(both[1], x.dtype)
-
-    return moments
+def legacy_moments(
+    local_moments: Any, layer: Any, x: Any, axes: list[int], keep_dims: bool, mask: Any = None
+) -> Any:
+    """Do the same for tf_keras, which has a separate method for synchronised moments."""
+    process_set = _process_set(layer)
+    if process_set is None:
+        return local_moments(layer, x, axes, keep_dims, mask)
+    # As Keras 3 does: half precision is too coarse for variances.
+    half = x.dtype in (tf.float16, tf.bfloat16)
+    values = tf.cast(x, tf.float32) if half else x
+    both = _global_moments(layer.name, values, mask, list(axes), process_set)
+    if keep_dims:
+        sizes = [1 if axis in axes else x.shape[axis] for axis in range(x.shape.rank)]
+        both = tf.reshape(both[0], sizes), tf.reshape(both[1], sizes)
+    return tf.cast(both[0], x.dtype), tf.cast(both[1], x.dtype)
 
 
 def synchronize_on(layers: Iterable[Any], process_set: ProcessSet) -> None:
@@ -121,17 +101,15 @@ def _process_set(layer: Any) -> ProcessSet | None:
     return process_set if process_set.size() > 1 else None
 
 
-def _no_mask(layer: str) -> ValueError:
-    return ValueError(
-        f"Batch normalisation {layer!r} is synchronised between processes and got a mask, which is "
-        "not supported. Use synchronized=False, or remove the mask."
-    )
-
-
 def _global_moments(
-    inputs: tf.Tensor, axes: list[int], path: str, process_set: ProcessSet
+    path: str, inputs: tf.Tensor, mask: Any, axes: list[int], process_set: ProcessSet
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Merge the ranks' moments, weighted by their counts."""
+    if mask is not None:
+        raise ValueError(
+            f"Batch normalisation {path!r} is synchronised between processes and got a mask, which "
+            "is not supported. Use synchronized=False, or remove the mask."
+        )
     # By the pairwise formula of Chan, Golub and LeVeque (1979, "Updating formulae and a pairwise
     # algorithm for computing sample variances"), which does not cancel as the mean of squares minus
     # the square of the mean would.
@@ -146,7 +124,7 @@ def _global_moments(
     graph = tf.compat.v1.get_default_graph()
     # In a graph of TensorFlow 1, layers have no order, and paths are not unique: a number is.
     is_ordered = tf.executing_eagerly() or graph.building_function
-    name = f"{path} moments" if is_ordered else None
+    name = f"{specs.common_path(path)} moments" if is_ordered else None
     gathered = ops.allgather(mine[tf.newaxis], name=name, process_set=process_set)
     size = (tf.shape(mine)[0] - 1) // 2  # channels; gathered is [ranks, 1 + 2·channels]
     weights = gathered[:, :1] / tf.reduce_sum(gathered[:, :1])
@@ -179,22 +157,17 @@ def read_by_rows(model: Any, layers: Iterable[Any]) -> None:
             _tables.add(*layer.trainable_variables)
 
 
-def wrap_call(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``Embedding.call``. Negative indices count from the end, as they do in Keras."""
-
-    def look_up(self: Any, inputs: Any) -> Any:
-        # A tensor if it is quantized, has an adapter, or is cast by mixed precision.
-        table = shards.inner_variable(self.embeddings)
-        if not (isinstance(table, tf.Variable) and table in _tables):
-            return call(self, inputs)
-        if not isinstance(inputs, tf.Tensor):  # ragged or sparse
-            return call(self, inputs)
-        indices = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
-        indices = tf.where(indices < 0, indices + table.shape[0], indices)
-        return tf.cast(tf.gather(table, indices), self.compute_dtype)
-
-    look_up.__doc__ = call.__doc__
-    return look_up
+def look_up(call: Callable[..., Any], layer: Any, inputs: Any) -> Any:
+    """Replace ``Embedding.call``. Negative indices count from the end, as they do in Keras."""
+    # A tensor if it is quantized, has an adapter, or is cast by mixed precision.
+    table = shards.inner_variable(layer.embeddings)
+    if not (isinstance(table, tf.Variable) and table in _tables):
+        return call(layer, inputs)
+    if not isinstance(inputs, tf.Tensor):  # ragged or sparse
+        return call(layer, inputs)
+    indices = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
+    indices = tf.where(indices < 0, indices + table.shape[0], indices)
+    return tf.cast(tf.gather(table, indices), layer.compute_dtype)
 
 
 def _updates_rows(optimizer: Any) -> bool:
@@ -214,68 +187,59 @@ def _updates_rows(optimizer: Any) -> bool:
     )
 
 
-def wrap_update_step(keras_update: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``Adagrad.update_step``: of sparse gradients only the rows, each of them once."""
-
-    def update_step(self: Any, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        # Without epsilon, Keras makes rows without gradients NaN where their accumulator is 0.
-        is_sparse = isinstance(gradient, tf.IndexedSlices) and self.epsilon > 0
-        own = model_ranks.of_optimizer(self)
-        if not is_sparse or own is None or own.process_set.size() == 1:
-            return keras_update(self, gradient, variable, learning_rate)
-        slot = self._accumulators[self._get_variable_index(variable)]
-        slot, table = shards.inner_variable(slot), shards.inner_variable(variable)
-        values = tf.cast(gradient.values, table.dtype)
-        rows, place = tf.unique(gradient.indices)
-        # As Keras, the square of each gradient, not of the sum of those of a row.
-        total, squares = (
-            tf.math.unsorted_segment_sum(v, place, tf.size(rows))
-            for v in (values, tf.square(values))
-        )
-        sums = tf.gather(slot, rows) + squares
-        slot.scatter_update(tf.IndexedSlices(sums, rows))
-        step = tf.cast(learning_rate, table.dtype) * total / tf.sqrt(sums + self.epsilon)
-        table.scatter_sub(tf.IndexedSlices(step, rows))
-        return None
-
-    return update_step
+def update_rows(
+    update: Callable[..., None], adagrad: Any, gradient: Any, variable: Any, learning_rate: Any
+) -> None:
+    """Replace ``Adagrad.update_step``: of sparse gradients only the rows, each of them once."""
+    # Without epsilon, Keras makes rows without gradients NaN where their accumulator is 0.
+    is_sparse = isinstance(gradient, tf.IndexedSlices) and adagrad.epsilon > 0
+    own = model_ranks.of_optimizer(adagrad)
+    if not is_sparse or own is None or own.process_set.size() == 1:
+        update(adagrad, gradient, variable, learning_rate)
+        return
+    slot = adagrad._accumulators[adagrad._get_variable_index(variable)]
+    slot, table = shards.inner_variable(slot), shards.inner_variable(variable)
+    values = tf.cast(gradient.values, table.dtype)
+    rows, place = tf.unique(gradient.indices)
+    # As Keras, the square of each gradient, not of the sum of those of a row.
+    total, squares = (
+        tf.math.unsorted_segment_sum(v, place, tf.size(rows)) for v in (values, tf.square(values))
+    )
+    sums = tf.gather(slot, rows) + squares
+    slot.scatter_update(tf.IndexedSlices(sums, rows))
+    step = tf.cast(learning_rate, table.dtype) * total / tf.sqrt(sums + adagrad.epsilon)
+    table.scatter_sub(tf.IndexedSlices(step, rows))
 
 
-def wrap_apply(keras_apply: Callable[..., None]) -> Any:
-    """Wrap ``LossScaleOptimizer.apply``: exchanges the scaled gradients as soon as they exist."""
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def apply_scaled(
+    apply: Callable[..., None], scaled: Any, grads: Sequence[Any], trainable_variables: Any = None
+) -> None:
+    """Replace ``LossScaleOptimizer.apply``: exchanges scaled gradients as soon as they exist."""
     # Otherwise the inner optimizer would exchange them in the branch for finite gradients, where
     # all gradients exist. An infinite one of any rank makes the sum infinite.
-
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
-        own: Any = model_ranks.of_optimizer(self)
-        # Accumulated gradients are exchanged once per update.
-        if own is None or self.inner_optimizer.gradient_accumulation_steps:
-            keras_apply(self, grads, trainable_variables)
-            return
-        with own.update(grads, trainable_variables) as step:
-            keras_apply(self, step.finish(), trainable_variables)
-
-    return apply
+    own: Any = model_ranks.of_optimizer(scaled)
+    # Accumulated gradients are exchanged once per update.
+    if own is None or scaled.inner_optimizer.gradient_accumulation_steps:
+        apply(scaled, grads, trainable_variables)
+        return
+    with own.update(grads, trainable_variables) as step:
+        apply(scaled, step.finish(), trainable_variables)
 
 
-def wrap_check_finite(local_check: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``LossScaleOptimizer.check_finite``: true if the gradients of all ranks are finite."""
-
-    def check_finite(self: Any, grads: Sequence[Any]) -> Any:
-        finite = local_check(self, grads)
-        own: Any = model_ranks.of_optimizer(self)
-        if own is None or own.process_set.size() == 1 or agree.is_building.get():
-            return finite
-        step = own.step
-        if step is not None and not own.is_sharded and not step.divided and step.local is None:
-            return finite  # all ranks have the same gradients now
-        (everywhere,) = ops.reduce_tensors(
-            [tf.cast(finite, tf.bool)],
-            op=ops.Min,
-            name=f"{own.name} gradients are finite",
-            process_set=own.process_set,
-        )
-        return everywhere
-
-    return check_finite
+def check_finite(local_check: Callable[..., Any], scaled: Any, grads: Sequence[Any]) -> Any:
+    """Replace ``LossScaleOptimizer.check_finite``: true if all ranks' gradients are finite."""
+    finite = local_check(scaled, grads)
+    own: Any = model_ranks.of_optimizer(scaled)
+    if own is None or own.process_set.size() == 1 or agree.is_building.get():
+        return finite
+    step = own.step
+    if step is not None and not own.is_sharded and not step.divided and step.local is None:
+        return finite  # all ranks have the same gradients now
+    (everywhere,) = ops.reduce_tensors(
+        [tf.cast(finite, tf.bool)],
+        op=ops.Min,
+        name=f"{own.name} gradients are finite",
+        process_set=own.process_set,
+    )
+    return everywhere

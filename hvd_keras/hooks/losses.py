@@ -9,11 +9,11 @@ validate together and average their metrics. A custom loop gets a warning, and i
 weighed.
 """
 
-import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
@@ -22,7 +22,7 @@ from hvd_keras import ops
 from hvd_keras.gradients import division, missing_calls, specs
 from hvd_keras.hooks import fits
 from hvd_keras.runtime import agree, rank_info
-from hvd_keras.runtime.keras import call_loss, is_legacy
+from hvd_keras.runtime.keras import call_loss, divisors, is_legacy, replaced
 from hvd_keras.runtime.process_sets import ProcessSet
 
 
@@ -58,8 +58,9 @@ def validate_together(everywhere: bool) -> None:
     _together().assign(everywhere)
 
 
-@contextlib.contextmanager
-def weighed(model: Any, process_set: ProcessSet, averages: bool, method: str) -> Iterator[None]:
+def weighed(
+    model: Any, process_set: ProcessSet, averages: bool, method: str
+) -> AbstractContextManager[None]:
     """Weigh the losses of a model's steps: of ``method``, train_step or test_step."""
     one_step = getattr(model, method)
     is_together = _together() if method == "test_step" else None
@@ -73,56 +74,43 @@ def weighed(model: Any, process_set: ProcessSet, averages: bool, method: str) ->
             finally:
                 missing_calls.unaveraged.clear()
 
-    before = vars(model).get(method)
-    setattr(model, method, step)
-    try:
-        yield
-    finally:
-        delattr(model, method)
-        if before is not None:
-            setattr(model, method, before)
+    return replaced(model, method, step)
 
 
-def weighing(model: Any, process_set: ProcessSet) -> contextlib.AbstractContextManager[None]:
+def weighing(model: Any, process_set: ProcessSet) -> AbstractContextManager[None]:
     """Weigh the losses in a step of automatic mode, in which all ranks take part."""
     return agree.within(_weighing, Weighing(model, process_set, True))
 
 
-def wrap_call(loss_call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``keras.losses.Loss.__call__``, which every loss and every output calls."""
-
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def call(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        own = _weighing.get()
-        is_loop = own is None and rank_info.is_initialized() and rank_info.size() > 1
-        if (own is None and (not is_loop or missing_calls.in_fit.get())) or agree.is_building.get():
-            return loss_call(self, y_true, y_pred, sample_weight)
-        arguments = y_true, y_pred, sample_weight
-        with agree.within(_weighing, None):  # a loss may compute others
-            # tf_keras's autograph would not convert what is called to keep them.
-            value, values = call_loss(self, loss_call, *arguments, keeps=not is_legacy)
-        if own is None:
-            if _weights(self, values, y_pred, sample_weight):
-                missing_calls.warn_if_averaged(
-                    f"the loss {self.name} is divided by a number that differs by rank, such as "
-                    "that of the entries that a mask leaves, so the mean of the ranks' gradients "
-                    "is not that of one process. fit weighs it; in a custom loop use "
-                    'reduction="sum", and divide by the ranks\' mean of these numbers: '
-                    "hvd.allreduce(number)."
-                )
-            return value
-        own.calls += 1
-        part = division.current.get()
-        is_scalar = values is not None and not tuple(values.shape)
-        if part is not None and (is_scalar or self.reduction in (None, "none")):
-            # A loss of the whole batch, which may be any function of its rows: of all rows.
-            rows = part.gather(arguments, f"loss {own.calls}, {self.name}")
-            return loss_call(self, *rows)
-        return _weigh(own, self, value, values, y_pred, sample_weight)
-
-    call.__doc__ = loss_call.__doc__
-    wrapped: Callable[..., Any] = call
-    return wrapped
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+    """Replace ``keras.losses.Loss.__call__``, which every loss and every output calls."""
+    own = _weighing.get()
+    is_loop = own is None and rank_info.is_initialized() and rank_info.size() > 1
+    if (own is None and (not is_loop or missing_calls.in_fit.get())) or agree.is_building.get():
+        return loss_call(loss, y_true, y_pred, sample_weight)
+    arguments = y_true, y_pred, sample_weight
+    with agree.within(_weighing, None):  # a loss may compute others
+        # tf_keras's autograph would not convert what is called to keep them.
+        value, values = call_loss(loss, loss_call, *arguments, keeps=not is_legacy)
+    if own is None:
+        if divisors(loss, values, y_pred, sample_weight):
+            missing_calls.warn_if_averaged(
+                f"the loss {loss.name} is divided by a number that differs by rank, such as "
+                "that of the entries that a mask leaves, so the mean of the ranks' gradients "
+                "is not that of one process. fit weighs it; in a custom loop use "
+                'reduction="sum", and divide by the ranks\' mean of these numbers: '
+                "hvd.allreduce(number)."
+            )
+        return value
+    own.calls += 1
+    part = division.current.get()
+    is_scalar = values is not None and not tuple(values.shape)
+    if part is not None and (is_scalar or loss.reduction in (None, "none")):
+        # A loss of the whole batch, which may be any function of its rows: of all rows.
+        rows = part.gather(arguments, f"loss {own.calls}, {loss.name}")
+        return loss_call(loss, *rows)
+    return _weigh(own, loss, value, values, y_pred, sample_weight)
 
 
 def _weigh(
@@ -151,7 +139,7 @@ def _weigh(
     if values is not None and not tuple(values.shape):
         _tell_of_ratio(loss, values)
         return value
-    weights = _weights(loss, values, y_pred, sample_weight)
+    weights = divisors(loss, values, y_pred, sample_weight)
     if not weights:
         return value
     if own.is_together is not None:
@@ -175,17 +163,6 @@ def _weigh(
         return tf.cast(tf.math.divide_no_nan(ratio[0], ratio[1]), value.dtype)
 
     return value * tf.stop_gradient(own.factor(factor, value.dtype))
-
-
-def _weights(loss: Any, values: Any, y_pred: Any, sample_weight: Any) -> list[Any]:
-    """What a loss divides by the sum of: its masks and weights; none of a fixed number of terms."""
-    reduction = getattr(loss, "reduction", None)
-    if reduction in (None, "none", "sum"):
-        return []
-    weights = [getattr(tensor, "_keras_mask", None) for tensor in (y_pred, values)]
-    if reduction == "mean_with_sample_weight":
-        weights.append(sample_weight)
-    return [weight for weight in weights if weight is not None]
 
 
 def _product(one: Any, other: Any) -> Any:

@@ -6,8 +6,8 @@ lists the rows.
 """
 
 import contextlib
-import dataclasses
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,19 +18,11 @@ from hvd_keras.compat import legacy_keras
 from hvd_keras.gradients import missing_calls, shards, zero
 from hvd_keras.hooks import fitting, keras_classes, losses, tensorflow_fits, variables
 from hvd_keras.runtime import log
-from hvd_keras.runtime.keras import is_legacy, keras, require
+from hvd_keras.runtime.keras import is_legacy, keras, replace, require
 from hvd_keras.saving import storage
 
-
-@dataclasses.dataclass(frozen=True)
-class Patch:
-    """One changed attribute of a class or module."""
-
-    owner: Any
-    attribute: str
-    reason: str
-    wrap: Callable[[Any], Any]  # returns the new value for the old one; for None if ``is_new``
-    is_new: bool = False  # the owner did not have this attribute
+# An owner, its attribute, the reason, and what takes its place and gets the old one first.
+Patch = tuple[Any, str, str, Callable[..., Any]]
 
 
 @functools.cache
@@ -40,16 +32,17 @@ def install() -> None:
     Raises:
         RuntimeError: the installed Keras lacks an attribute; the text names versions that have it.
     """
-    rows = _legacy_rows() if is_legacy else _rows()
-    if not is_legacy:
+    if is_legacy:
+        rows = _legacy_rows()
+        keras.optimizers.legacy.Optimizer.build = legacy_keras.build  # which it did not have
+    else:
+        rows = _rows()
         _require_what_is_read()
-    for row in rows:
-        if not row.is_new:
-            require(row.owner, row.attribute, row.reason)
+    for owner, attribute, reason, _ in rows:
+        require(owner, attribute, reason)
     # All rows are there, so nothing is left half patched.
-    for row in rows:
-        old = None if row.is_new else getattr(row.owner, row.attribute)
-        setattr(row.owner, row.attribute, row.wrap(old))
+    for owner, attribute, _, new in rows:
+        replace(owner, attribute, new)
     variables.scaling = keras_classes.scaling
     log.logger.debug("%d attributes of Keras were changed", len(rows))
 
@@ -74,38 +67,33 @@ def _require_what_is_read() -> None:
 def _rows() -> list[Patch]:
     model, layers = keras.Model, keras.layers
     optimizer, scaled = keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer
-    adagrad = keras.optimizers.Adagrad
-    bar, files = keras.callbacks.ProgbarLogger, zero.wrap_files
+    adagrad, bar = keras.optimizers.Adagrad, keras.callbacks.ProgbarLogger
     return [
-        Patch(model, "_maybe_symbolic_build", _VARIABLES, tensorflow_fits.wrap_symbolic_build),
-        Patch(bar, "set_params", "to show one rank's progress bar by default", fitting.wrap_bar),
-        Patch(optimizer, "apply", _NOT_DISTRIBUTED, missing_calls.wrap_apply()),
-        Patch(optimizer, "add_variable_from_reference", "to divide slots", shards.wrap_add_slot),
-        Patch(adagrad, "update_step", "to update rows alone", keras_classes.wrap_update_step),
-        Patch(scaled, "apply", "to exchange gradients early", keras_classes.wrap_apply),
-        Patch(scaled, "save_own_variables", "to write whole slots (shard_state)", files),
-        Patch(scaled, "load_own_variables", "to read whole slots (shard_state)", files),
-        Patch(scaled, "check_finite", "to skip a step or none", keras_classes.wrap_check_finite),
-        Patch(layers.BatchNormalization, "_moments", _SYNCHRONIZE, keras_classes.wrap_moments),
-        Patch(layers.Embedding, "call", "to look up rows alone", keras_classes.wrap_call),
+        (model, "_maybe_symbolic_build", _VARIABLES, tensorflow_fits.build),
+        (bar, "set_params", "to show one rank's progress bar by default", fitting.set_params),
+        (optimizer, "apply", _NOT_DISTRIBUTED, missing_calls.apply),
+        (optimizer, "add_variable_from_reference", "to divide slots", shards.add_slot),
+        (adagrad, "update_step", "to update rows alone", keras_classes.update_rows),
+        (scaled, "apply", "to exchange gradients early", keras_classes.apply_scaled),
+        (scaled, "save_own_variables", "to write whole slots (shard_state)", zero.save_or_load),
+        (scaled, "load_own_variables", "to read whole slots (shard_state)", zero.save_or_load),
+        (scaled, "check_finite", "to skip a step or none", keras_classes.check_finite),
+        (layers.BatchNormalization, "_moments", _SYNCHRONIZE, keras_classes.moments),
+        (layers.Embedding, "call", "to look up rows alone", keras_classes.look_up),
         *_common_rows(),
     ]
 
 
 def _legacy_rows() -> list[Patch]:
     new, old = keras.optimizers.Optimizer, keras.optimizers.legacy.Optimizer
-    batch_norm, moments = keras_classes.legacy_class(), keras_classes.LEGACY_METHOD
-    data = tensorflow_fits.legacy_data_module()
-
-    def of_pairs(optimizer: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
-        return [variable for _, variable in grads_and_vars]
-
+    moments = "_sync_calculate_mean_and_var"
+    batch_norm = next(c for c in keras.layers.BatchNormalization.__mro__ if moments in vars(c))
+    data = importlib.import_module("tf_keras.src.engine.data_adapter")
     return [
-        Patch(data, "get_data_handler", _VARIABLES, tensorflow_fits.wrap_get_data_handler),
-        Patch(new, "apply_gradients", _NOT_DISTRIBUTED, missing_calls.wrap_apply(of_pairs)),
-        Patch(old, "apply_gradients", _NOT_DISTRIBUTED, missing_calls.wrap_apply(of_pairs)),
-        Patch(old, "build", _VARIABLES, legacy_keras.add_build, is_new=True),
-        Patch(batch_norm, moments, _SYNCHRONIZE, keras_classes.wrap_legacy_moments),
+        (data, "get_data_handler", _VARIABLES, tensorflow_fits.get_data_handler),
+        (new, "apply_gradients", _NOT_DISTRIBUTED, missing_calls.apply_pairs),
+        (old, "apply_gradients", _NOT_DISTRIBUTED, missing_calls.apply_pairs),
+        (batch_norm, moments, _SYNCHRONIZE, keras_classes.legacy_moments),
         *_common_rows(),
     ]
 
@@ -119,18 +107,18 @@ _ONE_WRITER = "to write files on one rank alone"
 
 def _common_rows() -> list[Patch]:
     model = keras.Model
-    wrap_folder = functools.partial(storage.wrap_save, folders=True)
-    wrap_fit = functools.partial(fitting.wrap_fit, tensorflow_fits)
-    wrap_evaluate = functools.partial(fitting.wrap_evaluate, tensorflow_fits)
+    save, export = (functools.partial(storage.save, folders) for folders in (False, True))
+    evaluate = functools.partial(fitting.evaluate, tensorflow_fits)
+    fit = functools.partial(fitting.fit, tensorflow_fits)
     return [
-        Patch(model, "fit", "to wait for files and to find what differs", wrap_fit),
-        Patch(model, "save", _WHOLE_FILES, storage.wrap_save),
-        Patch(model, "save_weights", _WHOLE_FILES, storage.wrap_save),
-        Patch(model, "export", _WHOLE_FILES, wrap_folder),
+        (model, "fit", "to wait for files and to find what differs", fit),
+        (model, "save", _WHOLE_FILES, save),
+        (model, "save_weights", _WHOLE_FILES, save),
+        (model, "export", _WHOLE_FILES, export),
         # Keras's export imports tensorflow.saved_model, a new module in the place of TensorFlow's
         # own one: so this file has imported it before.
-        Patch(tensorflow.saved_model, "save", _WHOLE_FILES, wrap_folder),
-        Patch(model, "evaluate", _ONE_WRITER, wrap_evaluate),
-        Patch(model, "predict", _ONE_WRITER, wrap_evaluate),
-        Patch(keras.losses.Loss, "__call__", "to weigh the ranks' losses", losses.wrap_call),
+        (tensorflow.saved_model, "save", _WHOLE_FILES, export),
+        (model, "evaluate", _ONE_WRITER, evaluate),
+        (model, "predict", _ONE_WRITER, evaluate),
+        (keras.losses.Loss, "__call__", "to weigh the ranks' losses", losses.call),
     ]

@@ -77,21 +77,20 @@ def check_equal_on_all_ranks(
         return
     parts = [(layer, name, value) for layer in _flat(layers) for name, value in _state(layer)]
     digests = [_digest([type(layer).__name__, *values]) for layer, *values in parts]
-    whole = _digest(digests)
-    name = "preprocessing"
-    if len(set(agree.gather_json(name, whole, process_set))) == 1:
+    gathered = agree.gather_if_different("preprocessing", digests, process_set)
+    if gathered is None:
         return
     # Some differ: which layers there are, then of each part that differs where it begins to.
     mine = [[layer.name, type(layer).__name__, part] for layer, part, _ in parts]
-    gathered = agree.gather_json(f"{name}.parts", [mine, digests], process_set)
-    if len({len(theirs) for theirs, _ in gathered}) > 1:
-        views = [", ".join(layer for layer, *_ in theirs) or "none" for theirs, _ in gathered]
+    named = agree.gather_json("preprocessing.parts", mine, process_set)
+    if len(set(map(len, named))) > 1:
+        views = [", ".join(layer for layer, *_ in theirs) or "none" for theirs in named]
         raise ValueError(f"{_BEGIN}: {agree.by_rank(views, process_set)}. {_advice(root_rank)}")
     lines = []
-    for index, theirs in enumerate(zip(*(digests for _, digests in gathered), strict=True)):
+    for index, theirs in enumerate(zip(*gathered, strict=True)):
         if len(set(theirs)) > 1:
-            layer, kind, part = gathered[0][0][index]
-            views = _views(parts[index][2], f"{name}.{index}", process_set)
+            layer, kind, part = named[0][index]
+            views = _views(parts[index][2], f"preprocessing.{index}", process_set)
             lines.append(f"{kind} '{layer}', {part}: {agree.by_rank(views, process_set)}")
     raise ValueError("\n  ".join([f"{_BEGIN}:", *lines, _advice(root_rank)]))
 

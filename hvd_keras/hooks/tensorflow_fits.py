@@ -65,58 +65,47 @@ def gpu_bytes() -> int | None:
     return int(tf.config.experimental.get_memory_info("GPU:0")["current"])
 
 
-def wrap_symbolic_build(symbolic_build: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``keras.Model._maybe_symbolic_build``, which fit calls before the callbacks begin."""
-
-    def build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
-        if iterator is not None:
-            require(iterator, "_distributed_dataset", "to make variables before the first step")
-            require(iterator, "num_batches", "to compare the numbers of steps")
-            fitting.before_callbacks(self, iterator._distributed_dataset, iterator.num_batches)
-            if (own := running(self)) and own.position is not None:
-                require(iterator, "_get_iterator", "to save where fit is in its data")
-                iterator._get_iterator = own.position.open
-        symbolic_build(self, iterator=iterator, data_batch=data_batch)
-
-    return build
+def build(
+    of_keras: Callable[..., None], model: Any, iterator: Any = None, data_batch: Any = None
+) -> None:
+    """Replace ``keras.Model._maybe_symbolic_build``, which fit calls before the callbacks begin."""
+    if iterator is not None:
+        require(iterator, "_distributed_dataset", "to make variables before the first step")
+        require(iterator, "num_batches", "to compare the numbers of steps")
+        fitting.before_callbacks(model, iterator._distributed_dataset, iterator.num_batches)
+        if (own := running(model)) and own.position is not None:
+            require(iterator, "_get_iterator", "to save where fit is in its data")
+            iterator._get_iterator = own.position.open
+    of_keras(model, iterator=iterator, data_batch=data_batch)
 
 
-def legacy_data_module() -> Any:
-    """The module of tf_keras whose ``get_data_handler`` fit calls before the callbacks begin."""
-    from tf_keras.src.engine import data_adapter
-
-    return data_adapter
-
-
-def wrap_get_data_handler(get_data_handler: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``legacy_data_module().get_data_handler``."""
-
-    def get(*args: Any, **kwargs: Any) -> Any:
-        handler = get_data_handler(*args, **kwargs)
-        fitting.before_callbacks(kwargs.get("model"), handler._dataset, handler.inferred_steps)
-        return handler
-
-    return get
+def get_data_handler(of_keras: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Replace the function of tf_keras that fit calls before the callbacks begin."""
+    handler = of_keras(*args, **kwargs)
+    fitting.before_callbacks(kwargs.get("model"), handler._dataset, handler.inferred_steps)
+    return handler
 
 
-def pass_first_batch(model: Any, look: Callable[[Any], None]) -> None:
+def pass_first_batch(model: Any, look: Callable[[Any], None], name: str = "train_function") -> None:
     """Let a function see the first batch that the next step gets, or None at the end of the data.
 
     No batch is read twice, so generators and shuffled data go on as without it. Ragged and sparse
-    tensors cannot be passed.
+    tensors cannot be passed. ``name``: what the model calls for a step.
     """
-    train_function = model.train_function
+    function = getattr(model, name)
     # A variable in tf_keras.
-    name = "_steps_per_execution" if is_legacy else "steps_per_execution"
-    steps = int(getattr(model, name, None) or 1)
+    at_once = "_steps_per_execution" if is_legacy else "steps_per_execution"
+    steps = int(getattr(model, at_once, None) or 1)
 
     def with_a_look(iterator: Any) -> Any:
-        model.train_function = train_function  # for all later steps
+        setattr(model, name, function)  # for all later steps
         batches = list(itertools.islice(iterator, steps))
         look(batches[0] if batches else None)
-        return train_function(again(batches, iterator.element_spec) if batches else iterator)
+        if batches and isinstance(iterator, tf.data.Iterator):
+            return function(again(batches, iterator.element_spec))
+        return function(iter(batches) if batches and not isinstance(iterator, list) else iterator)
 
-    model.train_function = with_a_look
+    setattr(model, name, with_a_look)
 
 
 def again(batches: Sequence[Any], element_spec: Any) -> Any:

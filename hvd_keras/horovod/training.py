@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import callbacks, tape
+from hvd_keras import callbacks
 from hvd_keras import optimizer as distributed
 from hvd_keras.compat import tensorflow_v1
 from hvd_keras.gradients import missing_calls, model_ranks, shards
@@ -174,7 +174,7 @@ def optimizer_of_tensorflow(optimizer: Any, use_locking: Any = None, **arguments
     return DistributedOptimizer(optimizer, **arguments)
 
 
-class DistributedGradientTape(tape.DistributedGradientTape):
+class DistributedGradientTape(distributed.DistributedGradientTape):
     """``hvd_keras.DistributedGradientTape``; on a rank outside of the process set a plain tape."""
 
     def __init__(self, gradtape: tf.GradientTape, *args: Any, **kwargs: Any) -> None:

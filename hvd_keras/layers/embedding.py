@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from hvd_keras.gradients import shards, specs
@@ -312,15 +311,10 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
             raise ValueError(
                 f"{self.name}: got a table of shape {list(table.shape)}, expected {list(expected)}."
             )
-        if self.layout is None:
-            self.embeddings.assign(np.asarray(table))
-            return
         shards.assign(self.embeddings, table)
 
     def get_table(self) -> Any:
         """Return the whole table, as an array; all ranks must call it, and get it."""
-        if self.layout is None:
-            return np.asarray(self.embeddings)
         return shards.whole(self.embeddings)
 
     def save_own_variables(self, store: Any) -> None:

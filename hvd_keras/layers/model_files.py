@@ -63,7 +63,10 @@ def save_model(
         raise ValueError(f"hvd.save_model: got {filepath}, expected a name that ends in .keras.")
     process_set.check_included("save_model")
     divided = _divided(model)
-    tables = [_of_table(table, process_set) for table in divided]
+    tables = [
+        _Table(id(t), (t.input_dim, t.output_dim), t.variable_dtype, _blocks(t, process_set))
+        for t in divided
+    ]
     with_optimizer = not divided and model_ranks.is_sharded(getattr(model, "optimizer", None))
     if with_optimizer:
         slots = [v for v in model.optimizer.variables if shards.of(v) is not None]
@@ -131,14 +134,17 @@ def load_model(
             f"{filepath} has no optimizer: the model was saved before compile(), or for inference. "
             "Use keras.models.load_model, then compile() with a hvd.DistributedOptimizer."
         )
-    if not is_legacy and model.trainable_variables and _knows_no_variables(model.optimizer):
+    updates = innermost(model.optimizer)
+    # Keras's reader of HDF5 builds an optimizer for an empty list of variables.
+    is_built = not is_legacy and model.trainable_variables and updates.built
+    if is_built and not getattr(updates, "_trainable_variables", True):
         raise ValueError(
             f"Keras {keras.__version__} does not restore the optimizer of {filepath}: it would "
             "update no variable. Save the model as .keras. To load the weights of this file alone, "
             "use keras.models.load_model(filepath, compile=False), then compile() with a "
             "hvd.DistributedOptimizer."
         )
-    if not optimizer.is_distributed(innermost(model.optimizer)):
+    if not optimizer.is_distributed(updates):
         if shard_state:
             _take_shares(model, compression)
         else:
@@ -154,17 +160,8 @@ def _take_shares(model: Any, compression: type[Compressor]) -> None:
     )
     share.build(model.trainable_variables)
     for variable, value in zip(share.variables, whole.variables, strict=True):
-        if shards.of(variable) is None:
-            variable.assign(value)
-        else:
-            shards.assign(variable, np.asarray(value))
+        shards.assign(variable, np.asarray(value))
     model.optimizer = share
-
-
-def _knows_no_variables(of_model: Any) -> bool:
-    """Whether it was built for an empty list of variables, as Keras's reader of HDF5 does."""
-    updates = innermost(of_model)
-    return bool(updates.built) and not getattr(updates, "_trainable_variables", True)
 
 
 def _divided(model: Any) -> list[Embedding]:
@@ -184,11 +181,6 @@ class _Table:
     shape: tuple[int, ...]
     dtype: str
     blocks: Iterator[Any]  # its rows, on the first rank; on others, iterating sends them there
-
-
-def _of_table(table: Embedding, process_set: ProcessSet) -> _Table:
-    shape = table.input_dim, table.output_dim
-    return _Table(id(table), shape, table.variable_dtype, _blocks(table, process_set))
 
 
 def _of_slot(slot: Any) -> _Table:
@@ -262,6 +254,9 @@ def _write(
         metadata["hvd_keras"] = {"tables": {table.name: table.shard for table in divided}}
         visited = {id(getattr(model, "optimizer", None))}
     weights = path.with_name(_WEIGHTS)
+    # In its place each table writes two numbers: one that occurs nowhere else, and its own.
+    token = secrets.randbits(62)
+    places = {table.key: np.array([token, i], np.int64) for i, table in enumerate(tables)}
     # As Keras's own writer, but that tables get places of two numbers, which are filled later, and
     # that the optimizer may be left out.
     with zipfile.ZipFile(path, "w") as archive:
@@ -270,21 +265,12 @@ def _write(
         with (
             contextlib.closing(library.DiskIOStore(_ASSETS, archive=archive, mode="w")) as assets,
             contextlib.closing(library.H5IOStore(weights, mode="w")) as store,
-            _places(tables) as token,
+            agree.within(shards.saving_places, places),
         ):
             library._save_state(model, store, assets, "", visited)
         _fill(weights, token, tables)
         archive.write(weights, _WEIGHTS)
     weights.unlink()
-
-
-@contextlib.contextmanager
-def _places(tables: list[_Table]) -> Iterator[int]:
-    """Lets each table write two numbers in its place: one that occurs nowhere else, and its own."""
-    token = secrets.randbits(62)
-    numbers = {table.key: np.array([token, i], np.int64) for i, table in enumerate(tables)}
-    with agree.within(shards.saving_places, numbers):
-        yield token
 
 
 def _fill(weights: pathlib.Path, token: int, tables: list[_Table]) -> None:

@@ -75,7 +75,8 @@ def as_text(tables: Sequence[TableSize], chosen: Sequence[Layout | None], ranks:
     lines = [heads]
     loads = [0.0] * ranks
     for table, layout in zip(tables, chosen, strict=True):
-        mb = [_mb_of(table, layout, r) for r in range(ranks)]
+        sizes = [layout.size(r) * table.item_bytes if layout else table.size for r in range(ranks)]
+        mb = [size / 1e6 for size in sizes]
         loads = [a + b for a, b in zip(loads, mb, strict=True)]
         how = "on all ranks" if layout is None else "on one rank"
         if layout is not None and layout.kind != "whole":
@@ -87,11 +88,6 @@ def as_text(tables: Sequence[TableSize], chosen: Sequence[Layout | None], ranks:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     rows = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
     return "\n".join(row.rstrip() for row in rows)
-
-
-def _mb_of(table: TableSize, layout: Layout | None, rank: int) -> float:
-    values = table.input_dim * table.output_dim if layout is None else layout.size(rank)
-    return values * table.item_bytes / 1e6
 
 
 def _lookups(layout: Layout | None, rank: int) -> str:

@@ -76,31 +76,15 @@ def with_rows(kind: str, tensor: Any) -> tf.Tensor:
     return tensor
 
 
-# Horovod's Keras modules, too, have functions of these names, whose arguments differ.
-_SIGNATURES = {
-    "allreduce": (
-        "allreduce(tensor, average=None, device_dense='', device_sparse='', compression, op, ...)",
-        "allreduce(value, name=None, average=None, ...)",
-        "hvd.allreduce(x, op=hvd.Sum, name='loss')",
-    ),
-    "reducescatter": (
-        "reducescatter(tensor, device_dense='', compression, op=hvd.Average, name=None, ...)",
-        "reducescatter(value, name=None, op=hvd.Average, ...)",
-        "hvd.reducescatter(x, op=hvd.Sum, name='loss')",
-    ),
-}
-
-
 def check_type(kind: str, argument: str, value: Any, *, right: bool, expected: str) -> None:
     """Raise TypeError unless an argument is right; positional ones may be in another order."""
-    if right:
-        return
-    ours, keras_modules, example = _SIGNATURES[kind]
-    raise TypeError(
-        f"hvd.{kind}: {argument} is {value!r}, expected {expected}. The signature is "
-        f"horovod.tensorflow's, {ours}, not that of horovod.keras and horovod.tensorflow.keras, "
-        f"{keras_modules}. Give arguments by name: {example}."
-    )
+    # Horovod's Keras modules, too, have functions of these names, whose arguments differ.
+    if not right:
+        raise TypeError(
+            f"hvd.{kind}: {argument} is {value!r}, expected {expected}. The signature is "
+            "horovod.tensorflow's, not that of horovod.keras and horovod.tensorflow.keras. Give "
+            f"arguments by name: hvd.{kind}(x, op=hvd.Sum, name='loss')."
+        )
 
 
 def check_average(average: Any) -> None:

@@ -1,9 +1,8 @@
-"""Ops without data: barrier, join, and this rank's numbers, computed when the graph runs."""
+"""Ops without data: barrier, and this rank's numbers, computed when the graph runs."""
 
 import tensorflow as tf
 
 from hvd_keras.ops import validate
-from hvd_keras.runtime import rank_info
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
 
@@ -22,17 +21,6 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     )
 
 
-def join() -> tf.Tensor:
-    """``hvd.join``, without a warning about accumulated gradients."""
-    rank_info.rank()  # raises if hvd.init() was not called
-    if validate.is_compiling():
-        raise NotImplementedError(
-            "hvd.join cannot be compiled by XLA. Call it outside of functions with "
-            "jit_compile=True."
-        )
-    return validate.raw.hvd_join(tensor_name="")
-
-
 def rank_op(name: str | None = None) -> tf.Tensor:
     """``rank()`` as an int32 scalar tensor, computed when the graph runs.
 
@@ -43,11 +31,7 @@ def rank_op(name: str | None = None) -> tf.Tensor:
 
 
 def local_rank_op(name: str | None = None) -> tf.Tensor:
-    """``local_rank()`` as an int32 scalar tensor, computed when the graph runs.
-
-    Args:
-        name: the name of the TensorFlow op.
-    """
+    """Do the same for ``local_rank()``."""
     return validate.raw.hvd_rank_info(what="local_rank", name=name)
 
 
@@ -65,11 +49,7 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
 
 
 def local_size_op(name: str | None = None) -> tf.Tensor:
-    """``local_size()`` as an int32 scalar tensor, computed when the graph runs.
-
-    Args:
-        name: the name of the TensorFlow op.
-    """
+    """Do the same for ``local_size()``."""
     return validate.raw.hvd_rank_info(what="local_size", name=name)
 
 

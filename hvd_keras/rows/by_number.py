@@ -42,9 +42,6 @@ class Rows:
         self.row_bytes = sum(part.nbytes for part in found) / len(found[0])
         self.description = f"sample {reading.digest(found)}"
 
-    def keep(self, blocks: int) -> None:
-        """Nothing is kept: the source may."""
-
     def look_up(self, rows: Any) -> list[Any]:
         """Return the parts of some rows."""
         if not len(rows):

@@ -139,9 +139,10 @@ class Shares:
         window = WINDOW if shuffle is None or shuffle is True else int(shuffle) or None
         self.is_shuffled = window is not None
         self._order, self._seed = Order(table.starts, window, seed), seed
-        # A rank's rows lie together, so it needs its part of a window's blocks, and those at the
-        # ends.
-        table.keep(self._order.blocks_in_window() // split.size + 3)
+        if isinstance(table, Tables):
+            # A rank's rows lie together, so it needs its part of a window's row groups, and those
+            # at the ends.
+            table.keep(self._order.blocks_in_window() // split.size + 3)
 
     def whole(self, epoch: int, begin: int, steps: int) -> tuple[Any, Any]:
         """Return row numbers and weights of whole steps, [steps, rows], from ``begin`` on."""

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 
 from hvd_keras.rows import reading
-from hvd_keras.rows.counting import look_into_some
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import flatten, pack
 from hvd_keras.runtime.process_sets import ProcessSet
@@ -31,7 +30,7 @@ class Tables:
             groups = [facts.row_group(i) for i in range(facts.num_row_groups)]
             counts[str(number)] = [[group.num_rows, group.total_byte_size] for group in groups]
 
-        look_into_some(len(paths), count, process_set)
+        reading.look_into_some(len(paths), count, process_set)
         for theirs in agree.gather_json("hvd.data.files counts", counts, process_set):
             counts.update(theirs)
         found = [(f, i, *c) for f in range(len(paths)) for i, c in enumerate(counts[str(f)])]

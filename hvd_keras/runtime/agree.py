@@ -337,9 +337,10 @@ def on_leader(
     Returns what the function returned; None on the other ranks.
     """
 
-    def lead() -> _Result:
+    def lead() -> _Result | None:
+        if process_set.rank() > 0:
+            return None
         with within(is_leading, True):
             return function()
 
-    is_leader = process_set.rank() == 0
-    return on_all_ranks(name, lambda: lead() if is_leader else None, process_set)
+    return on_all_ranks(name, lead, process_set)

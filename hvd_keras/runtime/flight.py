@@ -59,7 +59,10 @@ class _Recorder:
         folder.mkdir(parents=True, exist_ok=True)
         self._calls: mmap.mmap | None = None
         if settings.read().postmortem_is_asked:  # it takes microseconds of each call
-            self._calls = self._make_calls()
+            with self._paths[1].open("w+b") as file:
+                # A full disk fails here, and not where the memory is written (SIGBUS).
+                os.posix_fallocate(file.fileno(), 0, CALLS * CALL_BYTES)
+                self._calls = mmap.mmap(file.fileno(), CALLS * CALL_BYTES)
         self._written: list[tuple[str, CodeType, int] | None] = [None] * CALLS
         self._stacks: BinaryIO = self._paths[2].open("wb", buffering=0)
         about = {"host": socket.gethostname(), "pid": os.getpid(), "libraries": _libraries()}
@@ -74,12 +77,6 @@ class _Recorder:
         if libraries.core().hvd_record_requests(path, self._core.fileno()) != 0:
             raise ValueError(f"HVD_POSTMORTEM: {libraries.core().hvd_error().decode()}")
         threading.Thread(target=self._listen, name="hvd_postmortem", daemon=True).start()
-
-    def _make_calls(self) -> mmap.mmap:
-        with self._paths[1].open("w+b") as file:
-            # A full disk fails here, and not where the memory is written (SIGBUS).
-            os.posix_fallocate(file.fileno(), 0, CALLS * CALL_BYTES)
-            return mmap.mmap(file.fileno(), CALLS * CALL_BYTES)
 
     def _write(self, line: str) -> None:
         self._stacks.write(line.encode() + b"\n")

@@ -73,18 +73,11 @@ def facts() -> dict[str, str]:
 
 
 def mpi_built() -> bool:
-    """Whether MPI is available: always True."""
+    """Return True: MPI is available, is used, and by any thread, because ``init()`` requires it."""
     return True
 
 
-def mpi_enabled() -> bool:
-    """Whether MPI is used: always True."""
-    return True
-
-
-def mpi_threads_supported() -> bool:
-    """Whether other threads may use MPI, too: always True, because ``init()`` requires it."""
-    return True
+mpi_enabled = mpi_threads_supported = mpi_built
 
 
 def nccl_built() -> int:
@@ -101,23 +94,11 @@ def cuda_built() -> bool:
 
 
 def gloo_built() -> bool:
-    """Whether Gloo is available: always False; MPI and shared memory replace it."""
+    """Return False: MPI and shared memory replace Gloo, IBM's DDL and oneCCL."""
     return False
 
 
-def gloo_enabled() -> bool:
-    """Whether Gloo is used: always False."""
-    return False
-
-
-def ddl_built() -> bool:
-    """Whether IBM's DDL is available: always False."""
-    return False
-
-
-def ccl_built() -> bool:
-    """Whether oneCCL is available: always False."""
-    return False
+gloo_enabled = ddl_built = ccl_built = gloo_built
 
 
 def rocm_built() -> bool:

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import importlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -42,14 +42,8 @@ if settings.keras_backend() == "torch":
     def outside_graphs() -> Iterator[None]:  # noqa: D103
         # For a configuration Keras imports TensorFlow, to find out whether it is there.
         lazy = importlib.import_module("keras.src.utils.module_utils").tensorflow
-        if lazy._available is not None:
+        with replaced(lazy, "_available", bool(lazy._available)):
             yield
-            return
-        lazy._available = False
-        try:
-            yield
-        finally:
-            lazy._available = None
 
     def values_of(variable: Any, rows: slice | None = None) -> Any:
         """Return an array of the values in some rows, or all, of a variable; here, their bytes."""
@@ -127,13 +121,20 @@ def call_loss(loss: Any, call: Any, *arguments: Any, keeps: bool = True) -> tupl
         seen.append(local(*args, **kwargs))
         return seen[0]
 
-    if keeps:
-        loss.call = kept
-    try:
+    with replaced(loss, "call", kept) if keeps else contextlib.nullcontext():
         value = call(loss, *arguments)
-    finally:
-        vars(loss).pop("call", None)
     return value, seen[0] if seen else None
+
+
+def divisors(loss: Any, values: Any, y_pred: Any, sample_weight: Any) -> list[Any]:
+    """What a loss divides by the sum of: its masks and weights; none of a fixed number of terms."""
+    reduction = getattr(loss, "reduction", None)
+    if reduction in (None, "none", "sum"):
+        return []
+    weights = [getattr(tensor, "_keras_mask", None) for tensor in (y_pred, values)]
+    if reduction == "mean_with_sample_weight":
+        weights.append(sample_weight)
+    return [weight for weight in weights if weight is not None]
 
 
 def innermost(optimizer: Any) -> Any:
@@ -153,3 +154,27 @@ def require(owner: Any, attribute: str, reason: str) -> None:
             f"hvd_keras needs {owner_name}.{attribute} {reason}, and Keras {keras.__version__} "
             f'does not have it. Run: pip install "{KERAS_VERSIONS}"'
         )
+
+
+def replace(owner: Any, attribute: str, new: Callable[..., Any]) -> None:
+    """Let a function take another one's place, and get it as its first argument."""
+    old = getattr(owner, attribute)
+
+    @functools.wraps(old)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return new(old, *args, **kwargs)
+
+    setattr(owner, attribute, call)
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, attribute: str, value: Any) -> Iterator[None]:
+    """Set an attribute of an object in a block; then it has again what it had itself, if any."""
+    own = vars(owner)
+    before = {attribute: own[attribute]} if attribute in own else {}
+    own[attribute] = value  # not by __setattr__: Keras's tracks variables
+    try:
+        yield
+    finally:
+        own.pop(attribute, None)
+        own.update(before)

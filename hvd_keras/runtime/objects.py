@@ -38,20 +38,17 @@ def broadcast_object(
     name = name or "object"
     is_root = rank_info.rank() == root_rank
     data = np.frombuffer(cloudpickle.dumps(obj) if is_root else b"", np.uint8)
-
-    def from_root(value: Any, call: str) -> Any:
-        try:
-            return agree.run(
-                "broadcast", [value], name=call, root=root_rank, process_set=process_set.id()
-            )[0]
-        except Exception:
-            process_set.check_root(root_rank)  # a better error, if all ranks have the same
-            raise
-
     process_set.check_included("broadcast_object")
-    # Broadcasts need a shape that all ranks know.
-    length = from_root(np.array(len(data)), f"{name}.length")
-    received = from_root(data if is_root else np.zeros(int(length), np.uint8), name)
+    call = {"root": root_rank, "process_set": process_set.id()}
+    try:
+        # Broadcasts need a shape that all ranks know.
+        size = np.array(len(data))
+        (size,) = agree.run("broadcast", [size], name=f"{name}.length", **call)
+        sent = data if is_root else np.zeros(int(size), np.uint8)
+        (received,) = agree.run("broadcast", [sent], name=name, **call)
+    except Exception:
+        process_set.check_root(root_rank)  # a better error, if all ranks have the same
+        raise
     return obj if is_root else cloudpickle.loads(received.tobytes())
 
 

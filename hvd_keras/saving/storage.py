@@ -8,7 +8,6 @@ another, and HDF5 never parses a damaged file. The file contains a text ``facts`
 
 import contextlib
 import fcntl
-import functools
 import hashlib
 import inspect
 import io
@@ -227,36 +226,31 @@ def restored(data: Any) -> Any:
     return np.frombuffer(value.tobytes(), dtype).reshape(value.shape[:-1])
 
 
-def wrap_save(save: Callable[..., Any], folders: bool = False) -> Callable[..., Any]:
-    """Wrap a function that saves a model: each file is complete at every moment.
+def save(folders: bool, of_keras: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Replace a function that saves a model: each file is complete at every moment.
 
     A script that saves on all ranks would otherwise have several processes write one file at once.
     ``folders``: whether it writes any kind of file or folder, and makes its parents.
     """
-    signature = inspect.signature(save)
+    signature = inspect.signature(of_keras)
     argument = "filepath" if "filepath" in signature.parameters else "export_dir"
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError:
+        return of_keras(*args, **kwargs)  # raises an error that says what is wrong
+    given = bound.arguments[argument]
+    is_local = isinstance(given, str | os.PathLike) and "://" not in str(given)
+    if not is_local or not (folders or _can_be_replaced(**bound.arguments)):
+        return of_keras(*args, **kwargs)
 
-    @functools.wraps(save)
-    def save_whole(*args: Any, **kwargs: Any) -> Any:
-        try:
-            bound = signature.bind(*args, **kwargs)
-        except TypeError:
-            return save(*args, **kwargs)  # raises an error that says what is wrong
-        given = bound.arguments[argument]
-        is_local = isinstance(given, str | os.PathLike) and "://" not in str(given)
-        if not is_local or not (folders or _can_be_replaced(**bound.arguments)):
-            return save(*args, **kwargs)
+    def write(path: pathlib.Path) -> None:
+        bound.arguments[argument] = str(path)
+        printed = io.StringIO()  # Keras prints where it exports to
+        with contextlib.redirect_stdout(printed) if folders else contextlib.nullcontext():
+            of_keras(*bound.args, **bound.kwargs)
+        print(printed.getvalue().replace(str(path), str(given)), end="")
 
-        def write(path: pathlib.Path) -> None:
-            bound.arguments[argument] = str(path)
-            printed = io.StringIO()  # Keras prints where it exports to
-            with contextlib.redirect_stdout(printed) if folders else contextlib.nullcontext():
-                save(*bound.args, **bound.kwargs)
-            print(printed.getvalue().replace(str(path), str(given)), end="")
-
-        return write_whole(given, write)
-
-    return save_whole
+    return write_whole(given, write)
 
 
 def _can_be_replaced(

@@ -3,15 +3,14 @@
 import sys
 import types
 
-from hvd_keras.backends.torch import errors
 from hvd_keras.runtime import gpu, libraries, settings
 
 # The modules here of names whose own module is for TensorFlow.
 _HERE = {
     "allgather allreduce alltoall barrier broadcast Compression reducescatter": "collectives",
     "grouped_allgather grouped_allreduce grouped_reducescatter": "collectives",
+    "broadcast_variables": "collectives",
     "DistributedOptimizer": "optimizer",
-    "broadcast_variables": "variables",
 }
 
 # Modules that need no backend.
@@ -41,9 +40,32 @@ def home(module: str, name: str) -> tuple[str, str]:
     )
 
 
+class CollectiveError(RuntimeError):
+    """A collective has failed, on this rank or on all."""
+
+
+class AbortedError(CollectiveError):
+    """Another rank has left the job."""
+
+
+class DeadlineExceededError(CollectiveError):
+    """A rank has waited for too long."""
+
+
+class FailedPreconditionError(CollectiveError):
+    """The ranks ask for different things."""
+
+
+class InvalidArgumentError(CollectiveError):
+    """A rank cannot run its request."""
+
+
+_KINDS = {kind.__name__: kind for kind in CollectiveError.__subclasses__()}
+
+
 def load() -> None:
-    """Before the job is joined: errors become those of this package."""
-    libraries.make_error = errors.make
+    """Before the job is joined: errors become these, with the names that TensorFlow's have."""
+    libraries.make_error = lambda name, text: _KINDS.get(name, CollectiveError)(text)
 
 
 def facts() -> tuple[dict[str, str], list[str]]:

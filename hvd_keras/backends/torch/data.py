@@ -52,10 +52,8 @@ def shard(
         batch_size: rows per rank and step; not for a DataLoader and a PyDataset.
         shuffle: whether to shuffle each epoch anew, by ``seed`` and the epoch's number. Default:
             as a DataLoader's sampler does; else True.
-        seed: a number, 0 or more.
-        start_epoch, uneven, evaluation: as on TensorFlow. The default of ``uneven`` is "trim" for a
-            DataLoader with drop_last=True, and else "share".
-        process_set: the ranks that train together.
+        seed, start_epoch, uneven, evaluation, process_set: as on TensorFlow. The default of
+            ``uneven`` is "trim" for a DataLoader with drop_last=True, and else "share".
 
     Returns:
         A ``torch.utils.data.DataLoader`` for ``fit``; each iteration is an epoch.

@@ -16,89 +16,80 @@ from hvd_keras.hooks import fitting
 from hvd_keras.hooks.fits import Fit, running
 from hvd_keras.rows.passes import Passes
 from hvd_keras.runtime import agree, rank_info
-from hvd_keras.runtime.keras import require
+from hvd_keras.runtime.keras import replace, require
 from hvd_keras.runtime.reductions import Average
 from hvd_keras.saving import storage
 
 
 @functools.cache
 def install(backend: Any) -> None:
-    """Wrap what is needed; ``backend`` is this module. RuntimeError if Keras lacks any of it."""
+    """Replace what is needed; ``backend`` is this module. RuntimeError if Keras lacks any of it."""
     model, optimizers = keras.Model, keras.optimizers
-    for owner, attribute, wrap in (
-        (model, "fit", functools.partial(fitting.wrap_fit, backend)),
-        (model, "evaluate", functools.partial(fitting.wrap_evaluate, backend)),
-        (model, "predict", functools.partial(fitting.wrap_evaluate, backend)),
-        (model, "train_on_batch", _wrap_train_on_batch),
-        (model, "_symbolic_build", _wrap_build),
-        (model, "save", storage.wrap_save),
-        (model, "save_weights", storage.wrap_save),
-        (keras.callbacks.ProgbarLogger, "set_params", fitting.wrap_bar),
-        (optimizers.Optimizer, "apply", missing_calls.wrap_apply()),
-        (optimizers.LossScaleOptimizer, "apply", _wrap_scaled_apply),
-        (optimizers.LossScaleOptimizer, "check_finite", _wrap_check_finite),
-        (keras.losses.Loss, "__call__", losses.wrap_call),
-    ):
+    evaluate = functools.partial(fitting.evaluate, backend)
+    save = functools.partial(storage.save, False)
+    rows: list[tuple[Any, str, Callable[..., Any]]] = [
+        (model, "fit", functools.partial(fitting.fit, backend)),
+        (model, "evaluate", evaluate),
+        (model, "predict", evaluate),
+        (model, "train_on_batch", _train_on_batch),
+        (model, "_symbolic_build", _build),
+        (model, "save", save),
+        (model, "save_weights", save),
+        (keras.callbacks.ProgbarLogger, "set_params", fitting.set_params),
+        (optimizers.Optimizer, "apply", missing_calls.apply),
+        (optimizers.LossScaleOptimizer, "apply", _apply_scaled),
+        (optimizers.LossScaleOptimizer, "check_finite", _check_finite),
+        (keras.losses.Loss, "__call__", losses.call),
+    ]
+    for owner, attribute, new in rows:
         require(owner, attribute, "to train on several ranks")
-        setattr(owner, attribute, wrap(getattr(owner, attribute)))
+        replace(owner, attribute, new)
 
 
-def _wrap_scaled_apply(apply: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(apply)
-    def apply_reduced(self: Any, grads: Any, trainable_variables: Any = None) -> None:
-        reducer: Any = of_optimizer(self)
-        several = reducer is not None and reducer.process_set.size() > 1
-        # Accumulated gradients are exchanged once per update.
-        if several and not self.inner_optimizer.gradient_accumulation_steps:
-            if not self.built:
-                self.build(trainable_variables)
-            reducer.apply_scaled(functools.partial(apply, self), grads, trainable_variables)
-        else:
-            apply(self, grads, trainable_variables)
-
-    return apply_reduced
+def _apply_scaled(
+    apply: Callable[..., Any], scaled: Any, grads: Any, trainable_variables: Any = None
+) -> None:
+    reducer: Any = of_optimizer(scaled)
+    several = reducer is not None and reducer.process_set.size() > 1
+    # Accumulated gradients are exchanged once per update.
+    if several and not scaled.inner_optimizer.gradient_accumulation_steps:
+        if not scaled.built:
+            scaled.build(trainable_variables)
+        reducer.apply_scaled(functools.partial(apply, scaled), grads, trainable_variables)
+    else:
+        apply(scaled, grads, trainable_variables)
 
 
-def _wrap_check_finite(check: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(check)
-    def check_on_all_ranks(self: Any, grads: Any) -> Any:
-        """All ranks skip a step, or none, also where they accumulate gradients."""
-        finite, reducer = check(self, grads), of_optimizer(self)
-        accumulates = self.inner_optimizer.gradient_accumulation_steps
-        if reducer is None or reducer.process_set.size() == 1 or not accumulates:
-            return finite
-        call: dict[str, Any] = {"process_set": reducer.process_set.id(), "reduction": "Min"}
-        mine = np.array([bool(finite)])
-        (everywhere,) = agree.run("allreduce", [mine], name="gradients are finite", **call)
-        return torch.tensor(bool(everywhere[0]))
-
-    return check_on_all_ranks
+def _check_finite(local_check: Callable[..., Any], scaled: Any, grads: Any) -> Any:
+    """All ranks skip a step, or none, also where they accumulate gradients."""
+    finite, reducer = local_check(scaled, grads), of_optimizer(scaled)
+    accumulates = scaled.inner_optimizer.gradient_accumulation_steps
+    if reducer is None or reducer.process_set.size() == 1 or not accumulates:
+        return finite
+    call: dict[str, Any] = {"process_set": reducer.process_set.id(), "reduction": "Min"}
+    mine = np.array([bool(finite)])
+    (everywhere,) = agree.run("allreduce", [mine], name="gradients are finite", **call)
+    return torch.tensor(bool(everywhere[0]))
 
 
-def _wrap_build(build: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(build)
-    def build_and_compare(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
-        with agree.within(agree.is_building, True):
-            build(self, iterator=iterator, data_batch=data_batch)
-        if iterator is not None:
-            own = running(self)
-            fitting.before_callbacks(self, own and own.arguments["x"], iterator.num_batches)
-
-    return build_and_compare
+def _build(
+    of_keras: Callable[..., Any], model: Any, iterator: Any = None, data_batch: Any = None
+) -> None:
+    with agree.within(agree.is_building, True):
+        of_keras(model, iterator=iterator, data_batch=data_batch)
+    if iterator is not None:
+        own = running(model)
+        fitting.before_callbacks(model, own and own.arguments["x"], iterator.num_batches)
 
 
-def _wrap_train_on_batch(train: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(train)
-    def train_together(self: Any, *args: Any, **kwargs: Any) -> Any:
-        process_set = process_set_of(self) if rank_info.is_initialized() else None
-        if process_set is None or process_set.size() == 1:
-            return train(self, *args, **kwargs)
-        check(self)
-        averages = all(reducer.op is Average for reducer in reducers_of(self))
-        with weighed(self, process_set, averages, "train_step"):
-            return train(self, *args, **kwargs)
-
-    return train_together
+def _train_on_batch(train: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    process_set = process_set_of(model) if rank_info.is_initialized() else None
+    if process_set is None or process_set.size() == 1:
+        return train(model, *args, **kwargs)
+    check(model)
+    averages = all(reducer.op is Average for reducer in reducers_of(model))
+    with weighed(model, process_set, averages, "train_step"):
+        return train(model, *args, **kwargs)
 
 
 class Seed:

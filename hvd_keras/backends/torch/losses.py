@@ -1,16 +1,8 @@
-"""Weighs each rank's loss, so that the mean over the ranks is the loss of one process.
-
-Keras divides a masked loss by the number of valid entries, and one with
-``reduction="mean_with_sample_weight"`` by the sum of the weights: numbers n_r that differ by rank.
-So each rank's is multiplied by N * n_r / sum(n_r). Losses that are summed are multiplied by N.
-Validation weighs alike if all ranks validate together and average their metrics.
-"""
+"""Weighs each rank's loss, as ``hooks.losses`` does and says, on torch's tensors."""
 
 import contextvars
 import dataclasses
-import functools
 import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,7 +12,7 @@ import torch
 from hvd_keras.gradients import missing_calls
 from hvd_keras.hooks import fits
 from hvd_keras.runtime import agree, log, rank_info
-from hvd_keras.runtime.keras import call_loss
+from hvd_keras.runtime.keras import call_loss, divisors
 from hvd_keras.runtime.process_sets import ProcessSet
 
 
@@ -49,33 +41,28 @@ def weighed(
     return agree.within(_weighing, Weighing(model, process_set, averages, method == "test_step"))
 
 
-def wrap_call(loss_call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``keras.losses.Loss.__call__``, which every loss and every output calls."""
-
-    @functools.wraps(loss_call)
-    def call(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        own = _weighing.get()
-        # Keras computes shapes on a device without values.
-        if getattr(getattr(y_pred, "device", None), "type", "meta") == "meta":
-            return loss_call(self, y_true, y_pred, sample_weight)
-        if own is None:
-            is_loop = rank_info.is_initialized() and not missing_calls.in_fit.get()
-            if not is_loop or rank_info.size() == 1 or not torch.is_grad_enabled():
-                return loss_call(self, y_true, y_pred, sample_weight)
-        with agree.within(_weighing, None):  # a loss may compute others
-            value, values = call_loss(self, loss_call, y_true, y_pred, sample_weight)
-        if own is None:
-            _note_unweighed(self, values, y_pred, sample_weight)
-            return value
-        return _weigh(own, self, value, values, y_pred, sample_weight)
-
-    return call
+def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+    """Replace ``keras.losses.Loss.__call__``, which every loss and every output calls."""
+    own = _weighing.get()
+    # Keras computes shapes on a device without values.
+    if getattr(getattr(y_pred, "device", None), "type", "meta") == "meta":
+        return loss_call(loss, y_true, y_pred, sample_weight)
+    if own is None:
+        is_loop = rank_info.is_initialized() and not missing_calls.in_fit.get()
+        if not is_loop or rank_info.size() == 1 or not torch.is_grad_enabled():
+            return loss_call(loss, y_true, y_pred, sample_weight)
+    with agree.within(_weighing, None):  # a loss may compute others
+        value, values = call_loss(loss, loss_call, y_true, y_pred, sample_weight)
+    if own is None:
+        _note_unweighed(loss, values, y_pred, sample_weight)
+        return value
+    return _weigh(own, loss, value, values, y_pred, sample_weight)
 
 
 def _note_unweighed(loss: Any, values: Any, y_pred: Any, sample_weight: Any) -> None:
     if loss.reduction in (None, "none", "sum"):
         how = "is summed, not averaged, over the rows"
-    elif _weights(loss, values, y_pred, sample_weight):
+    elif values is not None and values.dim() and divisors(loss, values, y_pred, sample_weight):
         how = "is divided by a number that differs by rank, such as that of entries behind a mask"
     else:
         return
@@ -85,16 +72,6 @@ def _note_unweighed(loss: Any, values: Any, y_pred: Any, sample_weight: Any) -> 
         "reduction='sum_over_batch_size' without masks, or hvd.DistributedOptimizer(…, op=hvd.Sum) "
         "and divide by numbers over all ranks."
     )
-
-
-def _weights(loss: Any, values: Any, y_pred: Any, sample_weight: Any) -> list[torch.Tensor]:
-    """Return what Keras divides a loss by, if it is not the number of rows."""
-    if values is None or not values.dim():
-        return []
-    masks = [getattr(tensor, "_keras_mask", None) for tensor in (y_pred, values)]
-    if loss.reduction == "mean_with_sample_weight":
-        masks.append(sample_weight)
-    return [torch.as_tensor(mask).to(torch.float64) for mask in masks if mask is not None]
 
 
 def _weigh(
@@ -114,7 +91,7 @@ def _weigh(
             "rows, the mean of the ranks' losses is not the loss that one process has."
         )
         return value
-    weights = _weights(loss, values, y_pred, sample_weight)
+    weights = divisors(loss, values, y_pred, sample_weight) if values is not None else []
     if own.validates and weights:
         fits.weighed.add(own.model)
     if not weights or not own.is_exact():
@@ -132,6 +109,7 @@ def _weigh(
 
 def _fit(weight: torch.Tensor, shape: Any) -> torch.Tensor:
     """Bring a mask or weights to the shape of the loss's values, as Keras does."""
+    weight = torch.as_tensor(weight).to(torch.float64)
     if weight.dim() == len(shape) + 1 and weight.shape[-1] == 1:
         weight = weight.squeeze(-1)
     while weight.dim() < len(shape):

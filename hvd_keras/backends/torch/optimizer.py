@@ -1,26 +1,27 @@
 """``DistributedOptimizer`` on PyTorch: one process's optimizer, fed with the gradients of all."""
 
-import collections
-import itertools
+import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import torch
 
-from hvd_keras.backends.torch.collectives import Compression, check_compression
-from hvd_keras.backends.torch.tensors import Exchange, all_checked
-from hvd_keras.gradients import buckets, compare, missing_calls, specs
-from hvd_keras.gradients.ahead import Ahead
+from hvd_keras.backends.torch.collectives import (
+    Compression,
+    Exchange,
+    all_checked,
+    check_compression,
+)
+from hvd_keras.gradients import buckets, missing_calls, specs
 from hvd_keras.runtime import agree, rank_info, settings
-from hvd_keras.runtime.keras import innermost
+from hvd_keras.runtime.keras import innermost, replaced
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.runtime.reductions import Average, Max, ReduceOp, check_of_gradients
 
-# By process set: the ranks of one set create the same optimizers.
-_numbers: collections.defaultdict[int, Iterator[int]] = collections.defaultdict(itertools.count)
 _kind = operator.attrgetter("shape", "dtype", "device")
 
 
@@ -44,9 +45,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 
     Args:
         optimizer: any ``keras.optimizers.Optimizer``.
-        compression: ``hvd.Compression.fp16`` or ``.bf16`` halve the bytes of float32 gradients.
-        name, gradient_predivide_factor, op, backward_passes_per_step, average_aggregated_gradients,
-            process_set: as on TensorFlow.
+        name, compression, gradient_predivide_factor, op, backward_passes_per_step,
+            average_aggregated_gradients, process_set: as on TensorFlow.
         others: those of TensorFlow's that are at their defaults.
 
     Returns:
@@ -92,7 +92,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     factor = gradient_predivide_factor
     call: dict[str, Any] = {"reduction": op.value, "wire": compression}
     call |= {"process_set": process_set.id(), "prescale": 1 / factor, "postscale": factor}
-    name = name or f"optimizer {next(_numbers[process_set.id()])}"
+    name = name or specs.next_name(process_set)
     local_sum = 1 if average_aggregated_gradients else passes
     Reducer(optimizer, name, process_set, local_sum, op, call)
     return outermost
@@ -105,23 +105,95 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-class _Watched:
-    """What ``Ahead`` asks about a variable."""
+class Ahead:
+    """Sends each bucket of gradients once it is computed, while others still are.
 
-    def __init__(self, variable: Any) -> None:
-        self._value = variable.value
-        self.nbytes = self._value.nbytes
-        self.watch = self._value.register_post_accumulate_grad_hook
+    Every bucket that is sent on one rank is sent once on all, at the latest in ``results``.
 
-    def zeros(self) -> torch.Tensor:
-        return torch.zeros_like(self._value)
+    Args:
+        values: of the variables, in the order of the optimizer, the same on all ranks.
+        send: a method that begins to exchange a bucket's gradients, given by numbers and values.
+    """
 
-    def gradient(self) -> torch.Tensor:
-        return self._value.grad
+    def __init__(
+        self, values: Sequence[torch.Tensor], send: Callable[[list[int], list[Any]], Any]
+    ) -> None:
+        self._values = values
+        # Hooks live as long as variables, which may get another optimizer.
+        self._sender = weakref.WeakMethod(send)
+        order = list(reversed(range(len(values))))  # backpropagation makes the last first
+        sizes = [values[i].nbytes for i in order]
+        filled = buckets.fill(sizes, settings.read().bucket_bytes)
+        self._buckets = [[order[k] for k in bucket] for bucket in filled]
+        self.sent: dict[int, Any] = {}  # requests, by bucket
+        self._is_stale = False  # a gradient has changed since it was sent
+        self._given: dict[int, Any] = {}  # the states of what was sent, by variable
+        self._awaited = list(map(set, self._buckets))
+        self._hooks = [
+            values[i].register_post_accumulate_grad_hook(functools.partial(self._see, number, i))
+            for number, bucket in enumerate(self._buckets)
+            for i in bucket
+        ]
 
-    @staticmethod
-    def state(gradient: torch.Tensor) -> tuple[int, int]:
-        return gradient.data_ptr(), gradient._version
+    def _see(self, number: int, i: int, _: Any) -> None:
+        if self._sender() is None:
+            self.remove()
+            return
+        self._is_stale |= number in self.sent  # computed again before the update
+        self._awaited[number].discard(i)
+        if not self._is_stale and not self._awaited[number]:
+            mine = {k: self._values[k].grad for k in self._buckets[number]}
+            self._given |= {k: _state(gradient) for k, gradient in mine.items()}
+            self._send(number, list(mine.values()))
+
+    def _send(self, number: int, gradients: list[Any]) -> None:
+        send = self._sender()
+        assert send is not None  # an optimizer calls, or it was asked for before
+        self.sent[number] = send(self._buckets[number], gradients)
+
+    def differs(self, gradients: Sequence[Any]) -> bool:
+        """Whether an update gets other gradients than were sent."""
+        return self._is_stale or any(
+            gradients[i] is None or _state(gradients[i]) != state
+            for i, state in self._given.items()
+        )
+
+    def results(self, gradients: list[Any], exist: Any) -> dict[int, Any]:
+        """Return the results by variable, of the buckets whose gradients all ``exist`` on a rank.
+
+        Args:
+            gradients: zeros where this rank has none, but another.
+            exist: [variables], an array of bool.
+        """
+        whole = [n for n, bucket in enumerate(self._buckets) if exist[bucket].all()]
+        for n in whole:
+            if n not in self.sent:
+                self._send(n, [gradients[i] for i in self._buckets[n]])
+        found = {
+            i: reduced
+            for n in whole
+            for i, reduced in zip(self._buckets[n], self.sent.pop(n).results(), strict=True)
+        }
+        self._is_stale, self._given, self._awaited = False, {}, list(map(set, self._buckets))
+        return found
+
+    def remove(self) -> None:
+        """Send nothing any more."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def drain(self) -> None:
+        """The same before an update of other variables; all ranks receive what some have sent."""
+        self.remove()
+        for n, bucket in enumerate(self._buckets):
+            if n not in self.sent:
+                self._send(n, [torch.zeros_like(self._values[i]) for i in bucket])
+            self.sent.pop(n).results()
+
+
+def _state(gradient: torch.Tensor) -> tuple[int, int]:
+    """Return what changes if a gradient does."""
+    return gradient.data_ptr(), gradient._version
 
 
 class Reducer:
@@ -175,11 +247,8 @@ class Reducer:
         An infinite one of any rank is one of all, so all ranks skip the step.
         """
         grads = self._reduced(grads, variables)
-        self._is_reduced = True
-        try:
+        with replaced(self, "_is_reduced", True):
             apply(grads, variables)
-        finally:
-            self._is_reduced = False
 
     def _reduced(self, grads: Sequence[Any], given: Sequence[Any] | None) -> list[Any]:
         """Exchange the gradients of a step, unless the optimizer accumulates them."""
@@ -212,7 +281,7 @@ class Reducer:
                 done, self._ahead = {}, None
             gradients = self._exchange(gradients, done)
             if is_new and len(self._compared) == 1:
-                self._ahead = Ahead(list(map(_Watched, shown)), self._send)
+                self._ahead = Ahead([variable.value for variable in shown], self._send)
         return gradients
 
     def leave_uncompiled(self) -> None:
@@ -234,8 +303,8 @@ class Reducer:
         if numbers in self._compared:  # once: the optimizer keeps its variables
             return False
         specs.check_specs(self.name, list(map(specs.spec_of, shown)), self.process_set)
-        described = compare.of_optimizer(self._optimizer)
-        compare.check(f"{self.name}.options", described, self.process_set)
+        described = specs.of_optimizer(self._optimizer)
+        specs.check_described(f"{self.name}.options", described, self.process_set)
         requests = 1 + len(specs.in_buckets(shown))
         missing_calls.check_weights(self.name, shown, requests, self.process_set)
         missing_calls.mark_reduced(shown)

@@ -225,7 +225,7 @@ def test_rows_left_out_and_long_counts_are_told(monkeypatch) -> None:
 
 def test_a_tensorflow_that_hides_how_a_dataset_shuffles_is_refused(monkeypatch) -> None:
     """Otherwise an unseeded shuffle, whose order differs by rank, would go unseen."""
-    monkeypatch.setattr(datasets, "_kind", lambda node: type(node).__name__)  # another name
+    monkeypatch.setattr(datasets, "kind_of", lambda node: type(node).__name__)  # another name
     datasets._check_names.cache_clear()
     with pytest.raises(RuntimeError, match=r"cannot see how TensorFlow .* shuffles"):
         data.shard(rows_dataset().shuffle(9), batch_size=BATCH)

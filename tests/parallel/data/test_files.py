@@ -12,7 +12,7 @@ from pyarrow import parquet
 
 import hvd_keras as hvd
 from hvd_keras import data
-from hvd_keras.data import file_sources, records
+from hvd_keras.data import arrays, records
 from hvd_keras.rows import Order, by_number
 from hvd_keras.runtime import agree
 from tests.harness.shards import BATCH, RANK, SIZE, TOGETHER, error_of, job_pass, of_all, rows_of
@@ -27,7 +27,7 @@ LENGTH = sum(ROWS)
 def small_blocks(monkeypatch) -> None:
     """Makes many blocks of few rows."""
     monkeypatch.setattr(records, "_BLOCK", 4)
-    monkeypatch.setattr(file_sources, "_ROWS", 2 * TOGETHER)
+    monkeypatch.setattr(arrays, "_ROWS", 2 * TOGETHER)
 
 
 def write_tables(directory: pathlib.Path) -> None:
