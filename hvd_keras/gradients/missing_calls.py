@@ -10,7 +10,7 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hvd_keras.gradients import division, model_ranks, shards
@@ -71,27 +71,22 @@ def apply_pairs(method: Any, optimizer: Any, grads_and_vars: Any, *args: Any, **
     return method(optimizer, pairs, *args, **kwargs)
 
 
-def _check_update(optimizer: Any, variables: list[Any]) -> None:
-    check_optimizer(optimizer, variables)
-    several = rank_info.is_initialized() and rank_info.size() > 1
-    shards.check_clipping(optimizer, variables, model_ranks.local_variables if several else ())
-
-
 @unconverted  # type: ignore[untyped-decorator]
-def check_optimizer(optimizer: Any, variables: Collection[Any]) -> None:
+def _check_update(optimizer: Any, variables: list[Any]) -> None:
     """Warn once if an optimizer, not distributed, applies gradients that were not exchanged.
 
     In a graph, when that is traced. With ``HVD_STRICT`` raise a RuntimeError.
     """
     name = type(optimizer).__name__
+    several = rank_info.is_initialized() and rank_info.size() > 1
+    shards.check_clipping(optimizer, variables, model_ranks.local_variables if several else ())
     if division.is_on and not agree.is_building.get() and not _alone_on_purpose.get():
         raise RuntimeError(division.OWN_LOOP.format(f"by {name}.apply_gradients in a loop"))
     if (
         _alone_on_purpose.get()
         or hasattr(optimizer, "_hvd_alone")
         or agree.is_building.get()
-        or not rank_info.is_initialized()
-        or rank_info.size() == 1
+        or not several
         or any(variable in _reduced for variable in variables)
         or _averages_itself(optimizer)
     ):
@@ -106,14 +101,13 @@ def check_optimizer(optimizer: Any, variables: Collection[Any]) -> None:
         raise RuntimeError(f"hvd_keras: {text}")
     if rank_info.rank() != 0:
         return
-    watched = list(variables)
-    if not first_steps_are_local or in_fit.get() or not watched:
-        _told_alone.add(*watched)
+    if not first_steps_are_local or in_fit.get() or not variables:
+        _told_alone.add(*variables)
         log.warn_once(text)
         return
 
     def is_reduced() -> bool:
-        return any(variable in _reduced for variable in watched)
+        return any(variable in _reduced for variable in variables)
 
     last = time.monotonic() + _SECONDS_UNTIL_TOLD
     _warn_later(text, is_reduced, lambda: is_reduced() or time.monotonic() >= last)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hvd_keras.runtime import agree
-from hvd_keras.runtime.keras import Variable, keras
+from hvd_keras.runtime.keras import Variable
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.runtime.reductions import Adasum, ReduceOp
 
@@ -251,9 +251,7 @@ def add_slot(add: Any, self: Any, reference_variable: Any, *args: Any, **kwargs:
     return slot
 
 
-_WHOLE_VARIABLES = {
-    name for name in ("Adafactor", "Lamb", "Muon") if hasattr(keras.optimizers, name)
-}
+_WHOLE_VARIABLES = ("Adafactor", "Lamb", "Muon")
 
 
 def inner_variable(variable: Any) -> Any:

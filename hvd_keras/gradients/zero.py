@@ -32,7 +32,7 @@ _UNSUITABLE = {
 def check_suitable(optimizer: Any) -> None:
     """Raise ValueError if an optimizer's state cannot be in shares."""
     name = type(optimizer).__name__
-    if name in _UNSUITABLE and hasattr(keras.optimizers, name):
+    if name in _UNSUITABLE:
         raise ValueError(
             f"hvd.DistributedOptimizer: shard_state=True is not possible for {name}, because "
             f"{_UNSUITABLE[name]}. Leave shard_state out."

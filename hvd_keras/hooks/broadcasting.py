@@ -5,7 +5,7 @@ their first step. Broadcasting, restoring checkpoints and seeding need them earl
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -100,7 +100,10 @@ def build(model: Any, element_spec: Any) -> Exception | None:
         traced = model._autoconvert_optionals(traced)
     with agree.within(agree.is_building, True):
         try:
-            with _traced_functions():
+            with contextlib.ExitStack() as stack:
+                # Even after tf.config.run_functions_eagerly(True), for this time.
+                stack.callback(tf.config.run_functions_eagerly, tf.config.functions_run_eagerly())
+                tf.config.run_functions_eagerly(False)
                 tf.function(traced, autograph=is_legacy).get_concrete_function(element_spec)
         except Exception as error:
             log.logger.debug(
@@ -125,14 +128,3 @@ def _call_on_zeros(model: Any, element_spec: Any) -> bool:
         log.logger.debug("model %s cannot be called on zeros: %r", model.name, error)
         return False
     return True
-
-
-@contextlib.contextmanager
-def _traced_functions() -> Iterator[None]:
-    """Traces functions even after ``tf.config.run_functions_eagerly(True)``."""
-    before = tf.config.functions_run_eagerly()
-    tf.config.run_functions_eagerly(False)
-    try:
-        yield
-    finally:
-        tf.config.run_functions_eagerly(before)

@@ -161,9 +161,8 @@ def look_up(call: Callable[..., Any], layer: Any, inputs: Any) -> Any:
     """Replace ``Embedding.call``. Negative indices count from the end, as they do in Keras."""
     # A tensor if it is quantized, has an adapter, or is cast by mixed precision.
     table = shards.inner_variable(layer.embeddings)
-    if not (isinstance(table, tf.Variable) and table in _tables):
-        return call(layer, inputs)
-    if not isinstance(inputs, tf.Tensor):  # ragged or sparse
+    is_read_by_rows = isinstance(table, tf.Variable) and table in _tables
+    if not is_read_by_rows or not isinstance(inputs, tf.Tensor):  # ragged or sparse
         return call(layer, inputs)
     indices = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
     indices = tf.where(indices < 0, indices + table.shape[0], indices)

@@ -232,24 +232,14 @@ def _of_all_ranks(
 
 
 def _results_from(state: MetricState, values: list[Any]) -> dict[str, Any]:
-    """Compute the results from these values; the metric's own variables stay unchanged."""
+    """Compute the results from these values; afterwards the metric's variables are as before."""
     metric = state.metric
-
-    def results() -> dict[str, Any]:
-        result = metric.result()
-        return numbers(result if isinstance(result, dict) else dict.fromkeys(state.results, result))
-
-    pairs = list(zip(metric.variables, values, strict=True))
-    # Keras 3 computes with a mapping; tf_keras needs the variables changed for a moment.
-    if not is_legacy:
-        mapping = [(v, keras.ops.convert_to_tensor(value, v.dtype)) for v, value in pairs]
-        with keras.StatelessScope(state_mapping=mapping):
-            return results()
     before = [variable.numpy() for variable in metric.variables]
-    for variable, value in pairs:
+    for variable, value in zip(metric.variables, values, strict=True):
         variable.assign(value)
     try:
-        return results()
+        result = metric.result()
+        return numbers(result if isinstance(result, dict) else dict.fromkeys(state.results, result))
     finally:
         for variable, value in zip(metric.variables, before, strict=True):
             variable.assign(value)

@@ -10,6 +10,7 @@ import tensorflow as tf
 from hvd_keras.ops import validate
 from hvd_keras.ops.reduction import Compression, Compressor, check_reducible, wire_dtype
 from hvd_keras.ops.slices import name_of_slices, reduce_slices
+from hvd_keras.runtime import agree
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.runtime.reductions import Adasum, Average, ReduceOp, Sum, chosen
 
@@ -157,11 +158,8 @@ def grouped_allreduce(
 
 def reduce_tensors(tensors: Sequence[Any], **options: Any) -> list[Any]:
     """``grouped_allreduce`` for hvd_keras itself, which ``is_reducing`` does not count."""
-    token = _own.set(True)
-    try:
+    with agree.within(_own, True):
         return grouped_allreduce(tensors, **options)
-    finally:
-        _own.reset(token)
 
 
 def _allreduce_dense(
