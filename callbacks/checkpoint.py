@@ -16,7 +16,7 @@ from hvd_keras.gradients import model_ranks, shards
 from hvd_keras.hooks import preprocessing, variables
 from hvd_keras.hooks.fits import Fit, check_built, running
 from hvd_keras.hooks.positions import NAME, Positions, Skipping
-from hvd_keras.rows.passes import Passes
+from hvd_keras.rows.sources import Passes
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import Variable, innermost, is_legacy, replace_values
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set

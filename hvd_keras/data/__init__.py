@@ -7,10 +7,10 @@ import tensorflow as tf
 
 from hvd_keras.data import arrays, datasets
 from hvd_keras.data.records import Records
-from hvd_keras.rows import Split, by_number, checks
+from hvd_keras.rows import Split, by_number, sources
 from hvd_keras.rows.files import Opened, opened
 from hvd_keras.rows.files import files as files
-from hvd_keras.rows.passes import Passes, Source
+from hvd_keras.rows.sources import Passes, Source
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import PyDataset, keras
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
@@ -103,12 +103,12 @@ def shard(
     source = opened(source, Records, process_set)
 
     def look() -> Source:
-        checks.check_arguments(batch_size, seed, start_epoch, uneven)
+        sources.check_arguments(batch_size, seed, start_epoch, uneven)
         return _open(source, batch_size, shuffle, seed, split)
 
     rows = agree.on_all_ranks("hvd.data.shard", look, process_set)
     given = f"{shuffle=}, {seed=}, {start_epoch=}, {uneven=}, {evaluation=}"
-    checks.check_source(rows, given, split, uneven, shuffle is False, process_set)
+    sources.check_source(rows, given, split, uneven, shuffle is False, process_set)
     shuffling = source if datasets.shuffles_itself(source) else None
     # A dataset of one element, the pass and its first row: made anew each time one begins.
     passes = Passes(start_epoch, shuffling, rows, split)
@@ -157,7 +157,7 @@ def agree_on_steps(
             return source.cardinality() if source.cardinality() >= 0 else None
         return source
 
-    return checks.steps(source, length, "a tf.data.Dataset", uneven, process_set)
+    return sources.steps(source, length, "a tf.data.Dataset", uneven, process_set)
 
 
 def passes_of(dataset: Any) -> list[Passes]:

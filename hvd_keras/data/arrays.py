@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from hvd_keras.rows import Split, reading
 from hvd_keras.rows.files import Opened, Shares
-from hvd_keras.rows.passes import Source
+from hvd_keras.rows.sources import Source
 from hvd_keras.runtime.keras import keras
 
 _ROWS, _BYTES = 1 << 13, 1 << 26  # of all ranks, that Python looks up at once

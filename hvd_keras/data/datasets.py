@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from hvd_keras.data import arrays
 from hvd_keras.rows import Split, reading
-from hvd_keras.rows.passes import Source
+from hvd_keras.rows.sources import Source
 from hvd_keras.runtime import log
 
 # Datasets that yield one element per element of their input, in the same order.

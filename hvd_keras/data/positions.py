@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras.data import datasets
-from hvd_keras.rows.passes import Passes
+from hvd_keras.rows.sources import Passes
 from hvd_keras.runtime import agree
 
 _HEADER = struct.Struct("<4q")  # length, digest of how the data are made, passes: next and begun

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hvd_keras.rows.passes import Passes
+from hvd_keras.rows.sources import Passes
 from hvd_keras.runtime.process_sets import ProcessSet
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from hvd_keras import observe
 from hvd_keras.gradients import division, missing_calls, model_ranks, specs
 from hvd_keras.hooks import fits, keras_callbacks, progress, values, variables
 from hvd_keras.hooks.fits import Fit, running
-from hvd_keras.rows import checks
+from hvd_keras.rows import sources
 from hvd_keras.runtime import agree, log, rank_info, settings
 from hvd_keras.runtime.keras import KERAS_VERSIONS, flatten, is_eager, keras, replaced
 from hvd_keras.runtime.process_sets import ProcessSet
@@ -187,7 +187,7 @@ def before_callbacks(model: Any, dataset: Any, steps: int | None) -> None:
             own.unbuilt = _why_unbuilt(own) or ""
         else:
             _agree(own, dataset, steps)
-            checks.check_passes(own.backend.passes_of(dataset), own.process_set)
+            sources.check_passes(own.backend.passes_of(dataset), own.process_set)
     validation = fits.validation.get()
     if validation is not None and validation.model is model:
         _validate(validation, steps)

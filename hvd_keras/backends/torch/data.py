@@ -12,10 +12,10 @@ import torch
 from torch.utils.data import DataLoader
 
 import hvd_keras
-from hvd_keras.rows import Split, checks, order, reading
+from hvd_keras.rows import Split, order, reading, sources
 from hvd_keras.rows import files as of_files
 from hvd_keras.rows.files import files as files
-from hvd_keras.rows.passes import Passes, Source
+from hvd_keras.rows.sources import Passes, Source
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
@@ -75,14 +75,14 @@ def shard(
     split = Split(process_set.rank(), process_set.size(), mode, evaluation)
 
     def look() -> tuple[reading.Reader, Any, dict[str, Any]]:
-        checks.check_arguments(batch_size, seed, start_epoch, uneven)
+        sources.check_arguments(batch_size, seed, start_epoch, uneven)
         return _open(source, batch_size, shuffle, seed, split)
 
     reader, spec, loading = agree.on_all_ranks("hvd.data.shard", look, process_set)
     described = reader.description, reader.is_shuffled, None, reader.unit
     rows = Source(spec, *reader.numbers(), *described)
     given = f"{shuffle=}, {seed=}, {start_epoch=}, {uneven=}, {evaluation=}"
-    checks.check_source(rows, given, split, uneven, shuffle is False, process_set)
+    sources.check_source(rows, given, split, uneven, shuffle is False, process_set)
     return Loader(reader, Passes(start_epoch, None, rows, split), seed, **loading)
 
 
@@ -101,7 +101,7 @@ def agree_on_steps(
     def length(source: Any) -> Any:
         return len(source) if isinstance(source, DataLoader) else source
 
-    return checks.steps(source, length, "a DataLoader", uneven, process_set)
+    return sources.steps(source, length, "a DataLoader", uneven, process_set)
 
 
 def _open(

@@ -14,7 +14,7 @@ from hvd_keras.gradients import missing_calls
 from hvd_keras.gradients.model_ranks import of_optimizer, process_set_of, reducers_of
 from hvd_keras.hooks import fitting
 from hvd_keras.hooks.fits import Fit, running
-from hvd_keras.rows.passes import Passes
+from hvd_keras.rows.sources import Passes
 from hvd_keras.runtime import agree, rank_info
 from hvd_keras.runtime.keras import replace, require
 from hvd_keras.runtime.reductions import Average
