@@ -7,8 +7,8 @@ import tensorflow as tf
 
 from hvd_keras.data import arrays, datasets
 from hvd_keras.data.records import Records
-from hvd_keras.rows import Split, by_number, sources
-from hvd_keras.rows.files import Opened, opened
+from hvd_keras.rows import Split, sources
+from hvd_keras.rows.files import Opened, Rows, is_row_source, opened
 from hvd_keras.rows.files import files as files
 from hvd_keras.rows.sources import Passes, Source
 from hvd_keras.runtime import agree
@@ -202,8 +202,8 @@ def _open(
         raise ValueError("batch_size=None, expected rows per rank and step.")
     if isinstance(source, Opened):
         return arrays.of_rows(source, batch_size, shuffle, seed, split)
-    if by_number.is_row_source(source):
-        rows = Opened(by_number.Rows(source))
+    if is_row_source(source):
+        rows = Opened(Rows(source))
         return arrays.of_rows(rows, batch_size, shuffle, seed, split)
     return arrays.of_arrays(source, batch_size, everything, seed, split)
 

@@ -13,7 +13,8 @@ from pyarrow import parquet
 import hvd_keras as hvd
 from hvd_keras import data
 from hvd_keras.data import arrays, records
-from hvd_keras.rows import Order, by_number
+from hvd_keras.rows import Order
+from hvd_keras.rows import files as of_files
 from hvd_keras.runtime import agree
 from tests.harness.shards import BATCH, RANK, SIZE, TOGETHER, error_of, job_pass, of_all, rows_of
 
@@ -146,7 +147,7 @@ class Squares:
 
 @pytest.mark.parametrize("kind", ["grain", "datasets"])
 def test_rows_by_number(kind: str, monkeypatch) -> None:
-    monkeypatch.setattr(by_number, "_BLOCK", 4)
+    monkeypatch.setattr(of_files, "_BLOCK", 4)
     source = Squares()
     if kind == "datasets":
         library = pytest.importorskip("datasets", reason="Hugging Face's datasets is not installed")
