@@ -20,8 +20,8 @@ def main() -> None:
     """Compiles the ops and prints the folder of the libraries."""
     if sys.argv[1:]:
         raise SystemExit(f"usage: python -m hvd_keras.build, without arguments; got {sys.argv[1:]}")
-    core = next(iter(_native("*/libhvd_core.so")), None)
-    source = next(iter(_native("source/CMakeLists.txt")), None)
+    core = libraries.search("native/*/libhvd_core.so")
+    source = libraries.search("native/source")
     if core is None or source is None:
         raise SystemExit(
             f"hvd_keras.build: {list(hvd_keras.__path__)} lacks the core or the sources of "
@@ -30,12 +30,12 @@ def main() -> None:
         )
     if importlib.util.find_spec("tensorflow") is None:
         raise SystemExit(f"hvd_keras.build: {sys.executable} has no TensorFlow to compile for.")
-    folder = core.parents[1]
+    folder = pathlib.Path(core).parents[1]
     if not os.access(folder, os.W_OK):
         folder = libraries.user_folder()
     with tempfile.TemporaryDirectory() as work:
         cmake = _program("cmake")
-        configure = [cmake, "-S", str(source.parent), "-B", work, f"-DHVD_CORE={core}"]
+        configure = [cmake, "-S", source, "-B", work, f"-DHVD_CORE={core}"]
         _run(*configure, f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_INSTALL_PREFIX=" + work)
         _run(cmake, "--build", work, "--parallel", str(os.cpu_count()))
         _run(cmake, "--install", work, "--strip")
@@ -47,11 +47,6 @@ def main() -> None:
                 shutil.copyfile(library, new)
                 new.replace(new.with_suffix(""))
             print(f"Compiled for TensorFlow {built.name[2:]}, in {folder / built.name}")
-
-
-def _native(pattern: str) -> list[pathlib.Path]:
-    roots = [pathlib.Path(root) / "native" for root in hvd_keras.__path__]
-    return [path for root in roots for path in sorted(root.glob(pattern))]
 
 
 def _program(name: str) -> str:

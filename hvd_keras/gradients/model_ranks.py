@@ -52,12 +52,6 @@ def optimizers_of(model: Any) -> list[Any]:
     return list(found.values())
 
 
-def has_built_optimizers(model: Any) -> bool:
-    """Whether those beside that of ``compile``, if any, know which variables they update."""
-    others = [o for o in optimizers_of(model) if o is not model.optimizer]
-    return all(getattr(optimizer, "built", True) for optimizer in others)
-
-
 def reducers_of(model: Any) -> "list[GradientReducer]":
     """Return the reducers of a model's distributed optimizers."""
     reducers = map(of_optimizer, optimizers_of(model))

@@ -220,9 +220,8 @@ def _views(value: Any, name: str, process_set: ProcessSet) -> list[str]:
 
 def _learns(layer: Any) -> bool:
     """Whether ``adapt`` gives the layer a state that this module knows."""
-    kinds = (keras.layers.Discretization, keras.layers.Normalization)
-    feature_space = getattr(keras.utils, "FeatureSpace", ())
-    return hasattr(layer, "get_vocabulary") or isinstance(layer, (*kinds, feature_space))
+    kinds = keras.layers.Discretization, keras.layers.Normalization, keras.utils.FeatureSpace
+    return hasattr(layer, "get_vocabulary") or isinstance(layer, kinds)
 
 
 def _learnt(layer: Any) -> Any:

@@ -44,7 +44,8 @@ def prepare(own: Fit, dataset: Any) -> None:
     model, process_set = own.model, own.process_set
     keras_classes.synchronize_on(model._flatten_layers(), process_set)
     # Before callbacks broadcast or restore, and before the ranks compare what they train.
-    is_built = variables.is_built(model) and model_ranks.has_built_optimizers(model)
+    others = [o for o in model_ranks.optimizers_of(model) if o is not model.optimizer]
+    is_built = variables.is_built(model) and all(getattr(o, "built", True) for o in others)
     if isinstance(dataset, tf.data.Dataset) and not is_built:
         own.problem = broadcasting.build(model, dataset.element_spec)
     if process_set.size() > 1 and not is_legacy:

@@ -46,7 +46,15 @@ class Values:
         self.variables = variables
         self.process_set = process_set
         self._scalars = [v for v in variables if not tuple(v.shape)]
-        self._pieces = self._large()
+        # The others, in pieces: variable and rows; None: all rows.
+        self._pieces: list[tuple[Any, slice | None]] = []
+        for variable in variables:
+            if tuple(variable.shape):
+                size = specs.spec_of(variable).bytes
+                rows = int(variable.shape[0])
+                step = max(1, rows * _BYTES // max(1, size))  # rows of about _BYTES
+                parts = [slice(row, row + step) for row in range(0, rows, step)]
+                self._pieces += [(variable, part if len(parts) > 1 else None) for part in parts]
         self._place = self._round = 0  # the next piece, and the step of the first one
         self.steps = 0
         self.equal_after = 0  # steps: all values were equal then
@@ -54,18 +62,6 @@ class Values:
         self._cost = 0.0
         self._since: tuple[int, float] | None = None
         self.reported = False
-
-    def _large(self) -> list[tuple[Any, slice | None]]:
-        """Return the variables, in pieces: variable and rows; None: all rows."""
-        pieces = []
-        for variable in self.variables:
-            if tuple(variable.shape):
-                size = specs.spec_of(variable).bytes
-                rows = int(variable.shape[0])
-                step = max(1, rows * _BYTES // max(1, size))  # rows of about _BYTES
-                parts = [slice(row, row + step) for row in range(0, rows, step)]
-                pieces += [(variable, part if len(parts) > 1 else None) for part in parts]
-        return pieces
 
     def different(self, name: str) -> tuple[str, str] | None:
         """Compare all values; return None if they are equal.

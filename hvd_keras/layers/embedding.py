@@ -144,9 +144,9 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
                 f"{self.name}: output_dim {self.output_dim} cannot be divided between "
                 f"{layout.ranks} ranks. Use shard='rows'."
             )
-        if not isinstance(
-            self.embeddings_regularizer, (type(None), keras.regularizers.L1L2, *_L1_L2)
-        ):
+        kinds = keras.regularizers
+        allowed = type(None), kinds.L1, kinds.L2, kinds.L1L2
+        if not isinstance(self.embeddings_regularizer, allowed):
             raise ValueError(
                 f"{self.name}: embeddings_regularizer is {self.embeddings_regularizer!r}. A table "
                 "that is divided between ranks can have L1, L2 and L1L2. Use shard=None."
@@ -356,9 +356,6 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
             "shard": self.shard,
             "combiner": self.combiner,
         }
-
-
-_L1_L2 = (keras.regularizers.L1, keras.regularizers.L2)
 
 
 def _times(ranks: int, regularizer: Any) -> Callable[[Any], Any]:

@@ -221,9 +221,7 @@ def gather_bytes(
     rank_info.rank()  # raises if hvd.init() was not called
     if process_set is not None:
         process_set.check_included(name)
-    number = 0 if process_set is None else process_set.id()
-    call = {"process_set": number}
-
+    call = {"process_set": 0 if process_set is None else process_set.id()}
     # Two requests: the lengths may differ by rank, and rows have none.
     (lengths,) = run("allgather", [np.array([len(mine)])], name=f"{name}.lengths", **call)
     sent, kind = [np.frombuffer(mine, np.uint8)], "allgather"

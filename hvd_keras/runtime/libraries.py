@@ -25,16 +25,17 @@ INVALID_ARGUMENT = 3
 _BUILD = "python -m hvd_keras.build"
 
 
-def _search(name: str) -> str | None:
+def search(name: str) -> str | None:
+    """Return the path of a file of the package that matches a pattern, if there is one."""
     # An editable installation has two folders: the sources, and what was built.
     for folder in hvd_keras.__path__:
-        for path in pathlib.Path(folder).glob(name):
+        for path in sorted(pathlib.Path(folder).glob(name)):
             return str(path)
     return None
 
 
 def _find(name: str) -> str:
-    if path := _search(name):
+    if path := search(name):
         return path
     raise RuntimeError(
         f"{name} was not found in {list(hvd_keras.__path__)}. Run 'pip install .' in the source "
@@ -58,7 +59,7 @@ def core() -> ctypes.CDLL:
         ctypes.CDLL(mpi.path)
     if abi == "mpich" and not os.path.basename(mpi.path).startswith("libmpi.so"):
         ctypes.CDLL(_find("native/mpich/libmpi.so.12"))  # the name that the core asks for
-    path = _search(f"native/{abi}/libhvd_core.so")
+    path = search(f"native/{abi}/libhvd_core.so")
     if path is None:
         kind = "Open MPI's ABI" if abi == "openmpi" else "MPICH's ABI"
         raise RuntimeError(
