@@ -171,9 +171,7 @@ def seekable(dataset: Any) -> Passes | None:
 
     Each element of the dataset must be made of one batch of the source.
     """
-    node = dataset
-    while not hasattr(node, "_hvd_pass") and datasets.is_elementwise(node):
-        (node,) = node._inputs()
+    node = datasets.below(dataset, datasets.PASSING_ON)
     passes: Passes | None = getattr(node, "_hvd_pass", None)
     return passes if passes is not None and passes.source.unit else None
 

@@ -20,6 +20,8 @@ from hvd_keras.runtime import log
 
 # Datasets that yield one element per element of their input, in the same order.
 _ELEMENTWISE = {"AssertCardinality", "Cache", "Map", "Options", "ParallelMap", "Prefetch"}
+#: Those of them that make their elements anew in each pass.
+PASSING_ON = _ELEMENTWISE - {"Cache"}
 _BATCHING = {"Batch", "ParallelBatch", "PaddedBatch", "Rebatch"}
 _WARNING_SECONDS = 30
 
@@ -35,11 +37,6 @@ def has_static_batches(source: Any) -> bool:
 def shuffles_itself(source: Any) -> bool:
     """Whether it is a dataset whose passes may have different orders."""
     return isinstance(source, tf.data.Dataset) and bool(_seeds(source, alone=True))
-
-
-def is_elementwise(node: Any) -> bool:
-    """Whether an element of a dataset is made of one of its input, anew in each pass."""
-    return kind_of(node) in _ELEMENTWISE - {"Cache"}
 
 
 def of_dataset(
@@ -244,7 +241,7 @@ def _measure(source: Any) -> tuple[int, int, list[int] | None]:
 
     The last is None if at most the last batch is short.
     """
-    node = _below(source, _ELEMENTWISE)
+    node = below(source, _ELEMENTWISE)
     if kind_of(node) not in ("Batch", "ParallelBatch", "PaddedBatch"):
         counts = _read_counts(source, _rows)
         return sum(counts), max(counts, default=1), counts
@@ -257,7 +254,7 @@ def _length(source: Any) -> int:
     """Return the number of elements; count them if it is unknown."""
     if source.cardinality() >= 0:
         return int(source.cardinality())
-    source = _below(source, _ELEMENTWISE | {"Shuffle"})  # these need not run
+    source = below(source, _ELEMENTWISE | {"Shuffle"})  # these need not run
     return sum(_read_counts(source, lambda element: tf.constant(1, tf.int64)))
 
 
@@ -277,7 +274,7 @@ def _read_counts(source: Any, count: Callable[[Any], Any]) -> list[int]:
     return counts
 
 
-def _below(source: Any, kinds: set[str]) -> Any:
+def below(source: Any, kinds: set[str]) -> Any:
     """Return the first input of a dataset that is not of one of these kinds."""
     while kind_of(source) in kinds:
         (source,) = source._inputs()

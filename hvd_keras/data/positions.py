@@ -104,10 +104,8 @@ def of(dataset: Any, repeats: bool) -> Position | None:
 
     ``repeats``: whether the data go on from one epoch of ``fit`` to the next.
     """
-    node = dataset
-    while not hasattr(node, "_hvd_pass"):
-        if not datasets.is_elementwise(node) and datasets.kind_of(node) != "Repeat":
-            return None
-        (node,) = node._inputs()
+    node = datasets.below(dataset, datasets.PASSING_ON | {"Repeat"})
+    if not hasattr(node, "_hvd_pass"):
+        return None
     is_infinite = dataset.cardinality() == tf.data.INFINITE_CARDINALITY
     return Position(dataset, node._hvd_pass, node._hvd_source) if is_infinite == repeats else None
