@@ -5,13 +5,6 @@ Imported as ``hvd_keras.callbacks``. Their order in ``fit`` matters: first
 metrics.
 """
 
-if __name__ != "hvd_keras.callbacks":
-    raise ImportError(
-        f"This package is hvd_keras.callbacks, but was imported as {__name__!r} from its source "
-        "folder, which would create a second copy of each class. Use 'import hvd_keras as hvd' and "
-        "hvd.callbacks."
-    )
-
 from hvd_keras.callbacks.base import ModelCheckpoint
 from hvd_keras.callbacks.broadcast import BroadcastGlobalVariablesCallback
 from hvd_keras.callbacks.checkpoint import Checkpoint

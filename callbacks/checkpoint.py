@@ -157,7 +157,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         self._epoch, self._batches = epoch, 0
         if self._skipping is None:  # otherwise the epoch began in another process
             for passes in self._passes:
-                passes.begin_epoch()
+                passes.epoch = passes.next, passes.begun
         self.model._initial_epoch = None  # otherwise a later fit would start there, too
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:

@@ -117,25 +117,21 @@ class _Publisher:
             log.logger.error("cannot write the statistics (HVD_STATS_DIRECTORY): %s", error)
 
 
-_publisher: _Publisher | None = None
+#: None: nothing is published.
+publisher: _Publisher | None = None
 
 
 def start_publishing() -> None:
     """Begins to publish statistics if they are wanted; after the job has begun."""
-    global _publisher
+    global publisher
     chosen = settings.read()
     if chosen.tells_statistics or chosen.stats_directory is not None:
-        _publisher = _Publisher(None if chosen.tells_statistics else chosen.stats_directory)
-
-
-def is_publishing() -> bool:
-    """Whether statistics are being published."""
-    return _publisher is not None
+        publisher = _Publisher(None if chosen.tells_statistics else chosen.stats_directory)
 
 
 def stop_publishing() -> None:
     """Publish the final statistics."""
-    global _publisher
-    if _publisher is not None:
-        _publisher.stop()
-    _publisher = None
+    global publisher
+    if publisher is not None:
+        publisher.stop()
+    publisher = None

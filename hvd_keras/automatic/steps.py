@@ -119,7 +119,7 @@ def _divided(model: Any, step: Any, method: str) -> Any:
         with (
             agree.within(division.current, part),
             agree.within(noise.current, draws),
-            losses.weighing(model, global_process_set),
+            agree.within(losses.weighing, losses.Weighing(model, global_process_set, True)),
             _of_all_ranks(found, part) as merge,
         ):
             logs = step(mine)

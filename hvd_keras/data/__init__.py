@@ -109,7 +109,8 @@ def shard(
     rows = agree.on_all_ranks("hvd.data.shard", look, process_set)
     given = f"{shuffle=}, {seed=}, {start_epoch=}, {uneven=}, {evaluation=}"
     sources.check_source(rows, given, split, uneven, shuffle is False, process_set)
-    shuffling = source if datasets.shuffles_itself(source) else None
+    is_dataset = isinstance(source, tf.data.Dataset)
+    shuffling = source if is_dataset and datasets.seeds_of(source, alone=True) else None
     # A dataset of one element, the pass and its first row: made anew each time one begins.
     passes = Passes(start_epoch, shuffling, rows, split)
     epoch = tf.data.Dataset.range(1).map(

@@ -34,11 +34,6 @@ def has_static_batches(source: Any) -> bool:
     return all(shape is not None and shape.rank and shape[0] is not None for shape in shapes)
 
 
-def shuffles_itself(source: Any) -> bool:
-    """Whether it is a dataset whose passes may have different orders."""
-    return isinstance(source, tf.data.Dataset) and bool(_seeds(source, alone=True))
-
-
 def of_dataset(
     source: Any, batch_size: int | None, shuffle: bool | int | None, seed: int, split: Split
 ) -> Source:
@@ -51,7 +46,7 @@ def of_dataset(
     batched = _is_batched(source)
     if not batched and batch_size is None:
         raise ValueError("batch_size=None, expected rows per rank and step.")
-    seeds = _seeds(source, alone=split.size == 1)
+    seeds = seeds_of(source, alone=split.size == 1)
     description = f"{batched=}, shuffles with the seeds {seeds}"
     first = None
     # Of a dataset that shuffles itself this also shows whether one rank has begun more passes of it
@@ -216,7 +211,7 @@ def _makes_batches(node: Any) -> bool | None:
     return None if None in found or not found or kind in ("Map", "ParallelMap") else False
 
 
-def _seeds(source: Any, alone: bool) -> list[tuple[int, int]]:
+def seeds_of(source: Any, alone: bool) -> list[tuple[int, int]]:
     """Return the seeds with which the dataset shuffles; without any, the order differs by rank."""
     _check_names()
     made_of = list(nodes(source))

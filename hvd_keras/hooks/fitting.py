@@ -48,7 +48,7 @@ def fit(backend: Any, fit_alone: Callable[..., Any], model: Any, *args: Any, **k
             process_set = own.process_set
             _weigh(stack, backend, model, process_set, "train_step")
             stack.enter_context(keras_callbacks.on_leader_alone(callbacks, process_set, own))
-        if observe.is_publishing():  # hvdrun shows how far the training is
+        if observe.publisher is not None:  # hvdrun shows how far the training is
             runs = [*runs, progress.Progress(backend.gpu_bytes)]
         if given is not None and hasattr(given, "callbacks"):  # a CallbackList
             stack.enter_context(replaced(given, "callbacks", runs))

@@ -43,7 +43,8 @@ class Weighing:
         return tf.cond(self.is_together, of_all, lambda: tf.ones([], dtype))
 
 
-_weighing: contextvars.ContextVar[Weighing | None] = contextvars.ContextVar("losses", default=None)
+#: Those of the step that is taken.
+weighing: contextvars.ContextVar[Weighing | None] = contextvars.ContextVar("losses", default=None)
 
 
 @functools.cache
@@ -68,7 +69,7 @@ def weighed(
     @functools.wraps(one_step)
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def step(*args: Any, **kwargs: Any) -> Any:
-        with agree.within(_weighing, Weighing(model, process_set, averages, is_together)):
+        with agree.within(weighing, Weighing(model, process_set, averages, is_together)):
             try:
                 return one_step(*args, **kwargs)
             finally:
@@ -77,20 +78,15 @@ def weighed(
     return replaced(model, method, step)
 
 
-def weighing(model: Any, process_set: ProcessSet) -> AbstractContextManager[None]:
-    """Weigh the losses in a step of automatic mode, in which all ranks take part."""
-    return agree.within(_weighing, Weighing(model, process_set, True))
-
-
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
     """Replace ``keras.losses.Loss.__call__``, which every loss and every output calls."""
-    own = _weighing.get()
+    own = weighing.get()
     is_loop = own is None and rank_info.is_initialized() and rank_info.size() > 1
     if (own is None and (not is_loop or missing_calls.in_fit.get())) or agree.is_building.get():
         return loss_call(loss, y_true, y_pred, sample_weight)
     arguments = y_true, y_pred, sample_weight
-    with agree.within(_weighing, None):  # a loss may compute others
+    with agree.within(weighing, None):  # a loss may compute others
         # tf_keras's autograph would not convert what is called to keep them.
         value, values = call_loss(loss, loss_call, *arguments, keeps=not is_legacy)
     if own is None:

@@ -34,10 +34,6 @@ class Passes:
         self.resume = (0, 0)
         return np.array([self.next - 1, self.start])
 
-    def begin_epoch(self) -> None:
-        """Note that an epoch of ``fit`` begins, of one pass or, if the data repeat, of several."""
-        self.epoch = self.next, self.begun
-
     def _count(self) -> None:
         self.next += 1
         self.begun += 1
