@@ -5,8 +5,7 @@ from typing import Any
 
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras.hooks import variables
-from hvd_keras.runtime.keras import innermost, is_legacy, require
+from hvd_keras.runtime.keras import innermost, is_legacy, require, scaling
 
 _STEPS_AT_ONCE = "_steps_per_execution" if is_legacy else "steps_per_execution"
 
@@ -57,7 +56,7 @@ class _LearningRate(Callback):  # type: ignore[misc]
             buffers = _momentum_buffers(innermost(optimizer))
             numbers = tuple(map(id, buffers))
             if self._scaled != numbers:
-                self._scaled, self._scale = numbers, variables.scaling(buffers)
+                self._scaled, self._scale = numbers, scaling(buffers)
             if buffers:
                 self._scale(new / old)
 

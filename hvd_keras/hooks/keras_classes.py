@@ -12,7 +12,6 @@ Classes are patched, so that objects that others make are included, such as the 
 ``compile`` creates.
 """
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -132,17 +131,6 @@ def _global_moments(
     total_mean = tf.reduce_sum(weights * means, axis=0)
     deviations = tf.math.squared_difference(means, total_mean)
     return total_mean, tf.reduce_sum(weights * (variances + deviations), axis=0)
-
-
-def scaling(buffers: list[Any]) -> Callable[[float], None]:
-    """Return what ``variables.scaling`` does, compiled."""
-
-    @functools.partial(tf.function, autograph=False)
-    def scale(factor: tf.Tensor) -> None:
-        for buffer in buffers:
-            buffer.assign(buffer * tf.cast(factor, buffer.dtype))
-
-    return lambda factor: scale(tf.constant(factor))
 
 
 _tables = shards.VariableSet()

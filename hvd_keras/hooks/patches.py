@@ -16,7 +16,7 @@ import tensorflow.saved_model.experimental
 
 from hvd_keras.compat import legacy_keras
 from hvd_keras.gradients import missing_calls, shards, zero
-from hvd_keras.hooks import fitting, keras_classes, losses, tensorflow_fits, variables
+from hvd_keras.hooks import fitting, keras_classes, losses, tensorflow_fits
 from hvd_keras.runtime import log
 from hvd_keras.runtime.keras import is_legacy, keras, replace, require
 from hvd_keras.saving import storage
@@ -43,7 +43,6 @@ def install() -> None:
     # All rows are there, so nothing is left half patched.
     for owner, attribute, _, new in rows:
         replace(owner, attribute, new)
-    variables.scaling = keras_classes.scaling
     log.logger.debug("%d attributes of Keras were changed", len(rows))
 
 

@@ -2,7 +2,7 @@
 
 import importlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -58,19 +58,6 @@ def average_variables(variables: list[Any], process_set: ProcessSet) -> None:
     )
     for variable, low, mean, high in zip(variables, smallest, means, largest, strict=True):
         variable.assign(np.clip(mean, low, high))
-
-
-def scaling(buffers: list[Any]) -> Callable[[float], None]:
-    """Return a function that multiplies variables by a number, as during warm-up each batch does.
-
-    A backend with graphs has one of its own.
-    """
-
-    def scale(factor: float) -> None:
-        for buffer in buffers:
-            buffer.assign(buffer * factor)
-
-    return scale
 
 
 def moving_statistics(layers: Iterable[keras.layers.Layer]) -> list[Any]:

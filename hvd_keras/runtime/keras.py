@@ -50,6 +50,15 @@ if settings.keras_backend() == "torch":
         values = getattr(variable, "value", variable).detach()
         values = (values if rows is None else values[rows]).cpu()
         return values.contiguous().reshape(-1).view(torch.uint8).numpy()  # NumPy has no bfloat16
+
+    def scaling(buffers: list[Any]) -> Callable[[float], None]:
+        """Return a function that multiplies variables by a number, as each batch of a warm-up."""
+
+        def scale(factor: float) -> None:
+            for buffer in buffers:
+                buffer.assign(buffer * factor)
+
+        return scale
 else:
     import tensorflow as tf
 
@@ -62,6 +71,14 @@ else:
     def values_of(variable: Any, rows: slice | None = None) -> Any:  # noqa: D103
         values = tf.convert_to_tensor(variable)
         return np.asarray(values if rows is None else values[rows])
+
+    def scaling(buffers: list[Any]) -> Callable[[float], None]:  # noqa: D103
+        @functools.partial(tf.function, autograph=False)
+        def scale(factor: tf.Tensor) -> None:
+            for buffer in buffers:
+                buffer.assign(buffer * tf.cast(factor, buffer.dtype))
+
+        return lambda factor: scale(tf.constant(factor))
 
     def snapshot(variable: Any) -> Any:  # noqa: D103
         # On a CPU without a copy: TensorFlow copies what is changed in place meanwhile.
