@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hvd_keras.rows import reading
-from hvd_keras.runtime import agree, libraries
+from hvd_keras.runtime import agree, libraries, objects
 from hvd_keras.runtime.process_sets import ProcessSet
 
 _HEADER = struct.Struct("<16sqqq")  # name, size and time of the file, number of records
@@ -75,17 +75,9 @@ class Records:
     def _scan_shares(self, process_set: ProcessSet) -> None:
         """Let each rank index some of the files; those whose index cannot be kept go to all."""
         reading.look_into_some(len(self.paths), self._open, process_set)
-        held = {str(number): len(offsets) for number, offsets in self._held.items()}
-        data = b"".join(offsets.tobytes() for offsets in self._held.values())
-        for theirs, other in zip(
-            agree.gather_json("hvd.data.files held", held, process_set),
-            agree.gather_bytes("hvd.data.files offsets", data, process_set),
-            strict=True,
-        ):
-            offsets, first = np.frombuffer(other, np.int64), 0
-            for number, length in theirs.items():
-                self._held[int(number)] = offsets[first : first + length]
-                first += length
+        call: Any = {"name": "hvd.data.files held", "process_set": process_set}
+        for theirs in objects.allgather_object(self._held, **call):
+            self._held |= theirs
 
     def _open(self, number: int) -> Any:
         """Return where the records of a file begin, and where the last one ends."""

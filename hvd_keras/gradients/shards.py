@@ -4,6 +4,7 @@ They are the tables of ``hvd.layers.Embedding``, an optimizer's slots of them, a
 optimizer whose state is in shares (``zero``). Nothing of them is broadcast or averaged.
 """
 
+import bisect
 import contextvars
 import dataclasses
 import math
@@ -54,12 +55,15 @@ class Part:
 
     def between(self, first: int, last: int) -> slice:
         """Which of this part's rows are in [first, last) of the table."""
-        return slice(self._at_or_after(first), self._at_or_after(last))
+        return slice(bisect.bisect_left(self.rows, first), bisect.bisect_left(self.rows, last))
 
-    def _at_or_after(self, row: int) -> int:
-        """How many rows of this part come before a row of the table."""
-        before = -(-(row - self.rows.start) // self.rows.step)  # rounded up
-        return min(max(before, 0), len(self.rows))
+    def put(self, values: Any, block: Any, first: int) -> None:
+        """Put this part's values into a block of the table's rows, from ``first`` on."""
+        found = self.rows[self.between(first, first + len(block))]
+        if found and self.columns:
+            rows = slice(found.start - first, found.stop - first, found.step)
+            columns = slice(self.columns.start, self.columns.stop)
+            block[rows, columns] = values.reshape(len(found), len(self.columns))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,14 +208,9 @@ def whole(variable: Any) -> Any:
     call = {"name": name, "process_set": shard.process_set.id()}
     (gathered,) = agree.run("allgather", [mine.reshape(-1)], **call)
     table = np.empty((shard.layout.input_dim, shard.layout.output_dim), mine.dtype)
-    first = 0
-    for rank in range(shard.layout.ranks):
-        part = shard.layout.part(rank)
-        last = first + shard.layout.size(rank)
-        rows = slice(part.rows.start, part.rows.stop, part.rows.step)
-        columns = slice(part.columns.start, part.columns.stop)
-        table[rows, columns] = gathered[first:last].reshape(part.shape)
-        first = last
+    sizes = [shard.layout.size(rank) for rank in range(shard.layout.ranks)]
+    for rank, piece in enumerate(np.split(gathered, np.cumsum(sizes)[:-1])):
+        shard.layout.part(rank).put(piece, table, 0)
     return table.reshape(shard.shape)
 
 

@@ -210,14 +210,8 @@ def _blocks(table: Embedding, process_set: ProcessSet) -> Iterator[Any]:
         if process_set.rank() > 0:
             continue
         block = np.empty((last - first, table.output_dim), mine.dtype)
-        pieces = np.split(received.numpy(), np.cumsum(lengths)[:-1])
-        for rank, piece in enumerate(pieces):
-            theirs = layout.part(rank)
-            found = theirs.rows[theirs.between(first, last)]
-            if found and theirs.columns:
-                rows = slice(found.start - first, found.stop - first, found.step)
-                columns = slice(theirs.columns.start, theirs.columns.stop)
-                block[rows, columns] = piece.reshape(len(found), len(theirs.columns))
+        for rank, piece in enumerate(np.split(received.numpy(), np.cumsum(lengths)[:-1])):
+            layout.part(rank).put(piece, block, first)
         yield block
 
 
