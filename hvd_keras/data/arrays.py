@@ -8,7 +8,6 @@ import tensorflow as tf
 from hvd_keras.rows import Split, reading
 from hvd_keras.rows.files import Opened, Shares
 from hvd_keras.rows.sources import Source
-from hvd_keras.runtime.keras import keras
 
 _ROWS, _BYTES = 1 << 13, 1 << 26  # of all ranks, that Python looks up at once
 _READ = 1 << 20  # bytes, about, that are read at once
@@ -17,8 +16,7 @@ _READ = 1 << 20  # bytes, about, that are read at once
 def of_arrays(source: Any, batch_size: int, shuffle: bool | int, seed: int, split: Split) -> Source:
     """Open nested arrays of equally many rows. A rank reads only its own rows."""
     parts, spec = _look_into(source, cast=True)
-    dtypes = [part.dtype.as_numpy_dtype for part in tf.nest.flatten(spec)]
-    reader = reading.of_arrays(parts, dtypes, batch_size, bool(shuffle), seed, split)
+    reader = reading.of_arrays(parts, batch_size, bool(shuffle), seed, split)
     return _source(reader, spec, split)
 
 
@@ -37,7 +35,7 @@ def flatten(nested: Any) -> list[Any]:
 def _source(reader: reading.Reader, spec: Any, split: Split) -> Source:
     """Make a source of what a reader reads."""
     specs = [*tf.nest.flatten(spec), tf.TensorSpec((), tf.float32)]
-    length, batch_size, steps, left_out = reader.numbers()
+    length, batch_size = reader.length, reader.batch_size
     # Fixed shapes let TensorFlow trace the step once; a shorter last step would be a second trace.
     rows = None if split.has_short_step(length, batch_size) else batch_size
 
@@ -61,11 +59,8 @@ def _source(reader: reading.Reader, spec: Any, split: Split) -> Source:
         calls = reader.workers
         return numbers.map(lambda step: batch(epoch, row, step), num_parallel_calls=calls)
 
-    description, is_shuffled = reader.description, reader.is_shuffled
-    return Source(
-        *(spec, length, batch_size, steps, left_out, description, is_shuffled, batches),
-        reader.unit,
-    )
+    described = reader.description, reader.is_shuffled, batches, reader.unit
+    return Source(spec, *reader.numbers(), *described)
 
 
 def _look_into(source: Any, cast: bool = False) -> tuple[list[Any], Any]:
@@ -75,10 +70,7 @@ def _look_into(source: Any, cast: bool = False) -> tuple[list[Any], Any]:
     """
     source = reading.with_tuples(source)
     parts = reading.parts_of(source, tf.nest.flatten)
-    dtypes = [tf.as_dtype(part.dtype) for part in parts]
-    if cast:
-        floatx = tf.as_dtype(keras.backend.floatx())
-        dtypes = [floatx if dtype.is_floating else dtype for dtype in dtypes]
+    dtypes = [(reading.as_fit_casts(part[:0]) if cast else part).dtype for part in parts]
     specs = [tf.TensorSpec(p.shape[1:], d) for p, d in zip(parts, dtypes, strict=True)]
     return parts, tf.nest.pack_sequence_as(source, specs)
 
@@ -149,8 +141,6 @@ def of_rows(
 
     zero = tf.zeros((), tf.int64)
     spec = batches(zero, zero).element_spec
-    return Source(
-        *(spec[0] if pads else spec, length, batch_size, steps),
-        *(split.left_out(length, batch_size), table.description, shares.is_shuffled),
-        *(batches, 1),
-    )
+    numbers = length, batch_size, steps, split.left_out(length, batch_size)
+    described = table.description, shares.is_shuffled, batches, 1
+    return Source(spec[0] if pads else spec, *numbers, *described)

@@ -80,14 +80,12 @@ def of_rows(
     return Reader(read, length, batch_size, split, description, is_shuffled)
 
 
-def of_arrays(
-    parts: list[Any], dtypes: list[Any], batch_size: int, shuffle: bool, seed: int, split: Split
-) -> Reader:
-    """Read arrays of equally many rows, which are cast to ``dtypes``."""
+def of_arrays(parts: list[Any], batch_size: int, shuffle: bool, seed: int, split: Split) -> Reader:
+    """Read arrays of equally many rows, as ``fit`` casts them."""
     length = len(parts[0])
     sample = np.linspace(0, length - 1, min(length, 9)).astype(int)
     return of_rows(
-        lambda rows: [p[rows].astype(d, copy=False) for p, d in zip(parts, dtypes, strict=True)],
+        lambda rows: [as_fit_casts(part[rows]) for part in parts],
         lambda epoch: order(length, shuffle, seed, epoch),
         *(length, batch_size, split),
         f"sample {digest([part[sample] for part in parts])}",
@@ -201,7 +199,8 @@ def like(array: Any) -> Any:
 def as_fit_casts(array: Any) -> Any:
     """Return the array with the dtype to which Keras's ``fit`` casts it."""
     floatx = agree.numpy_dtype(keras.backend.floatx())
-    return array.astype(floatx, copy=False) if array.dtype.kind == "f" else array
+    is_floating = array.dtype.kind == "f" or array.dtype.name == "bfloat16"
+    return array.astype(floatx, copy=False) if is_floating else array
 
 
 def with_tuples(source: Any) -> Any:

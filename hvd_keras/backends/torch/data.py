@@ -133,9 +133,7 @@ def _open(
         return _of_loader(loader, shuffle, seed, split)
     source = reading.with_tuples(source)
     parts = reading.parts_of(_arrays(source), list)
-    floatx = keras.backend.floatx()
-    dtypes = [floatx if part.dtype.kind == "f" else part.dtype for part in parts]
-    reader = reading.of_arrays(parts, dtypes, batch_size, everything, seed, split)
+    reader = reading.of_arrays(parts, batch_size, everything, seed, split)
     return reader, _spec(source), {"pack": functools.partial(_packed, source)}
 
 
