@@ -62,7 +62,10 @@ def build(given: argparse.Namespace) -> JobSpec:
     if given.per_host and wanted is None and (srun is not None or given.size):
         what = "-np" if srun is None else "a SLURM allocation"
         raise UsageError(f"got --nproc-per-node with {what} and no hosts; expected -np alone")
-    is_local = srun is None and _is_local(given, wanted)
+    if wanted is None:
+        is_local = srun is None and given.host_discovery_script is None
+    else:
+        is_local = srun is None and len(wanted) == 1 and hosts.is_here(wanted[0].name)
     if is_local:
         wanted = [_this_host(given, wanted)]
     if given.check:
@@ -94,17 +97,6 @@ def _shell(given: argparse.Namespace) -> RemoteShell:
     words = [str(Path(path).absolute()), *given.remote_shell[1:]]
     is_kubectl = Path(path).name == "kubectl" and words[1:2] == ["exec"]
     return kubectl_exec(words) if is_kubectl else RemoteShell(words)
-
-
-def _is_local(given: argparse.Namespace, wanted: list[Host] | None) -> bool:
-    if wanted is None:
-        return given.host_discovery_script is None
-    if not all(hosts.is_here(host.name) for host in wanted):
-        return False
-    if len(wanted) > 1:
-        names = " and ".join(host.name for host in wanted)
-        raise UsageError(f"the hosts {names} are all this host; name it once, with all its ranks")
-    return True
 
 
 def _this_host(given: argparse.Namespace, wanted: list[Host] | None) -> Host:

@@ -11,7 +11,7 @@ from hvd_keras.launch.onhost import process, worker
 from hvd_keras.launch.onhost.cores import thread_settings, usable_cores
 from hvd_keras.launch.start.all_hosts import Facts
 from hvd_keras.launch.start.dialects import VARIABLES, Plan
-from hvd_keras.launch.start.hosts import Host, count, describe
+from hvd_keras.launch.start.hosts import Host, count
 from hvd_keras.launch.start.network import common_network
 
 POSTMORTEM = "postmortem"  # the folder of the ranks' requests in the job's, unless the user has one
@@ -38,7 +38,7 @@ class Placement:
         """Describe it in words, such as "2 ranks on this host, 1 core each"."""
         ranks = f"{self.size} rank{'s' * (self.size != 1)}"
         if "" not in self.facts:
-            return f"{ranks} on {describe(self.hosts)}"
+            return f"{ranks} on {', '.join(map(str, self.hosts))}"
         cores = max(1, usable_cores() // self.size)
         each = " each" * (self.size != 1)
         return f"{ranks} on this host, {cores} core{'s' * (cores != 1)}{each}"

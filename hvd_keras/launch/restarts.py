@@ -2,13 +2,15 @@
 
 import asyncio
 import dataclasses
+import json
 import os
 import secrets
 import shutil
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_keras.launch import errors, options
@@ -17,12 +19,13 @@ from hvd_keras.launch.follow.outcome import Verdict
 from hvd_keras.launch.follow.output import Output
 from hvd_keras.launch.follow.supervise import Signals, wait_for
 from hvd_keras.launch.job_spec import JobSpec
-from hvd_keras.launch.onhost import limits
+from hvd_keras.launch.onhost import host_facts, limits
 from hvd_keras.launch.plan import Placement
 from hvd_keras.launch.run_job import Job
-from hvd_keras.launch.start import all_hosts, hosts
-from hvd_keras.launch.start.all_hosts import Facts, Remains
+from hvd_keras.launch.start import hosts
+from hvd_keras.launch.start.all_hosts import Facts, Remains, difference
 from hvd_keras.launch.start.hosts import Host
+from hvd_keras.launch.start.remote_shell import ask_all
 
 
 async def run(spec: JobSpec) -> Verdict:
@@ -119,9 +122,10 @@ async def place(spec: JobSpec, look: bool = True) -> Placement:
     slots = hosts.count(found)
     size = spec.options.size or slots
     if size > slots and not spec.options.oversubscribe:
+        there = f"{slots} slots ({', '.join(map(str, found))})"
         raise UsageError(
-            f"-np got {size}, but the hosts have {slots} slots ({hosts.describe(found)}); expected "
-            f"at most {slots}, more slots with -H, or --oversubscribe"
+            f"-np got {size}, but the hosts have {there}; expected at most {slots}, more slots "
+            "with -H, or --oversubscribe"
         )
     return _share(found, size, facts)
 
@@ -132,11 +136,45 @@ def _share(found: Sequence[Host], size: int, facts: Facts) -> Placement:
     return Placement(chosen, {host.name: facts[host.name] for host in chosen if facts})
 
 
-async def _look(spec: JobSpec, wanted: Sequence[Host], known: Facts) -> all_hosts.Look:
-    """Look at these hosts, of which some are known."""
-    reach, per_host = spec.remains.reach, spec.options.per_host
-    by_gpus = spec.options.size == options.AUTO
-    return await all_hosts.look(wanted, reach, spec.command[0], per_host, known, by_gpus=by_gpus)
+@dataclass(frozen=True)
+class _Look:
+    """What was found, by host name."""
+
+    facts: Facts  # of each host that answered
+    problems: Mapping[str, str]
+    away: Sequence[str]  # hosts that could not be reached; each has a problem
+    hosts: Sequence[Host]  # those without problems, with the number of ranks that each takes
+
+
+async def _look(spec: JobSpec, wanted: Sequence[Host], known: Facts) -> _Look:
+    """Ask each host for its facts, unless they are `known`, and compare them with ours."""
+    arguments = os.getcwd(), spec.command[0]
+    names = [host.name for host in wanted if host.name not in known]
+    answers = await ask_all(names, spec.remains.reach, host_facts, ["-I", "-", *arguments])
+    facts = {host.name: known[host.name] for host in wanted if host.name in known}
+    facts |= {name: json.loads(answer.text) for name, answer in answers.items() if answer.text}
+    own = host_facts.look(*arguments)
+    problems = {
+        name: problem
+        for name, answer in answers.items()
+        if (problem := answer.problem or difference(facts[name], own, *arguments))
+    }
+    owners: dict[str, str] = {}
+    for name, theirs in facts.items():
+        twin = owners.setdefault(theirs["host"], name)
+        if twin != name and name not in problems:  # MPI would assume that they share memory
+            problems[name] = (
+                f"calls itself {theirs['host']!r}, as {twin} does; expected distinct host names "
+                "(see `hostname`), or one entry if both are the same host"
+            )
+    away = sorted(name for name, answer in answers.items() if answer.away)
+    given, counted = spec.options, []
+    for host in wanted:
+        if host.name not in problems:
+            gpus, cores = facts[host.name]["gpus"], facts[host.name]["cores"]
+            ranks = host.slots or given.per_host or (given.size == options.AUTO and gpus) or cores
+            counted.append(Host(host.name, ranks))
+    return _Look(facts, problems, away, counted)
 
 
 async def _replace(spec: JobSpec, size: int, least: int, known: Facts) -> Placement | None:

@@ -1,74 +1,19 @@
-"""Checks all hosts of a job at once before it starts, and cleans them up after it."""
+"""Whether a host fits the job before it starts; and what is cleaned up on all hosts after it."""
 
 import asyncio
-import json
-import os
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from hvd_keras.launch.errors import say
-from hvd_keras.launch.onhost import host_facts, sweep
-from hvd_keras.launch.start.hosts import Host
+from hvd_keras.launch.onhost import sweep
 from hvd_keras.launch.start.remote_shell import Answer, Reach, ask_all
 
 # What must have the same version on all hosts.
 _PROGRAMS = ("Python", "hvd_keras", "TensorFlow", "Keras")
 
 Facts = Mapping[str, Mapping[str, Any]]  # what `host_facts` says of each host
-
-
-@dataclass(frozen=True)
-class Look:
-    """What was found, by host name."""
-
-    facts: Facts  # of each host that answered
-    problems: Mapping[str, str]
-    away: Sequence[str]  # hosts that could not be reached; each has a problem
-    hosts: Sequence[Host]  # those without problems, with the number of ranks that each takes
-
-
-async def look(
-    hosts: Sequence[Host],
-    reach: Reach,
-    program: str,
-    per_host: int | None,
-    known: Facts,
-    *,
-    by_gpus: bool,
-) -> Look:
-    """Ask each host for its facts, unless they are `known`, and compare them with ours.
-
-    A host that has no number of ranks gets `per_host`, or one for each GPU or core there.
-    """
-    directory = os.getcwd()
-    names = [host.name for host in hosts if host.name not in known]
-    answers = await ask_all(names, reach, host_facts, ["-I", "-", directory, program])
-    facts = {host.name: known[host.name] for host in hosts if host.name in known}
-    facts |= {name: json.loads(answer.text) for name, answer in answers.items() if answer.text}
-    own = host_facts.look(directory, program)
-    problems = {
-        name: problem
-        for name, answer in answers.items()
-        if (problem := answer.problem or difference(facts[name], own, directory, program))
-    }
-    owners: dict[str, str] = {}
-    for name, theirs in facts.items():
-        twin = owners.setdefault(theirs["host"], name)
-        if twin != name and name not in problems:  # MPI would assume that they share memory
-            problems[name] = (
-                f"calls itself {theirs['host']!r}, as {twin} does; expected distinct host names "
-                "(see `hostname`), or one entry if both are the same host"
-            )
-    away = sorted(name for name, answer in answers.items() if answer.away)
-    fitting = [host for host in hosts if host.name not in problems]
-    counted = []
-    for host in fitting:
-        gpus, cores = facts[host.name]["gpus"], facts[host.name]["cores"]
-        ranks = host.slots or per_host or (by_gpus and gpus) or cores
-        counted.append(Host(host.name, ranks))
-    return Look(facts, problems, away, counted)
 
 
 def difference(

@@ -127,11 +127,6 @@ def count(hosts: Sequence[Host]) -> int:
     return sum(host.slots or 0 for host in hosts)
 
 
-def describe(hosts: Sequence[Host]) -> str:
-    """Return the hosts in the form of `-H`."""
-    return ", ".join(map(str, hosts))
-
-
 def share(hosts: Sequence[Host], size: int) -> list[Host]:
     """Return the hosts with the ranks of each; all get more in proportion if slots are too few."""
     slots, shared = count(hosts), []
