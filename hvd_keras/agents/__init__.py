@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from hvd_keras.agents.agent import OF_HVDRUN
 from hvd_keras.launch import onhost, run_function
@@ -106,10 +106,10 @@ class Agent:
     def __init__(self, call: Call, address: str) -> None:
         self._call, self._address = call, socket.gethostbyname(address)
         command, pipe = onhost.program("agents.agent"), subprocess.PIPE
-        agent = subprocess.Popen(
+        agent: Any = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, text=True, start_new_session=True
         )
-        self._process = cast(Any, agent)  # its pipes are there
+        self._process = agent
         config = {"secret": call.secret, "run": call.run, "address": self._address}
         print(json.dumps(config), file=self._process.stdin, flush=True)
         self._port = self._process.stdout.readline().strip()

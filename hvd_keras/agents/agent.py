@@ -58,7 +58,7 @@ def _thread(function: Callable[..., None], *arguments: object) -> threading.Thre
 def _serve(run: str, jobs: set[str], link: Link, first: dict[str, Any]) -> None:
     """Run one command for a client; it ends with the connection. Notes the number of its job."""
     jobs.update(re.findall(f"{JOB}=([0-9a-f]+)", first["run"]))
-    process = subprocess.Popen(
+    process: Any = subprocess.Popen(
         ["/bin/sh", "-c", first["run"]],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -66,7 +66,6 @@ def _serve(run: str, jobs: set[str], link: Link, first: dict[str, Any]) -> None:
         env={**os.environ, OWNER: run},
         start_new_session=True,
     )
-    assert process.stdin is not None
     pipes = {1: process.stdout, 2: process.stderr}
     relays = [_thread(_relay, link, number, pipe) for number, pipe in pipes.items()]
     report = _thread(_report, link, process, relays)

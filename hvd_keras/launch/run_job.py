@@ -150,12 +150,10 @@ class Job:
 
     async def _follow(self, planned: Plan) -> set[str]:
         """Run mpirun and clean up; returns the lost hosts."""
-        hvdrun, spec = os.getpid(), self._spec
-        withheld = () if spec.is_local else spec.dialect.withheld
-        environment = {k: v for k, v in os.environ.items() if k not in withheld}
+        hvdrun = os.getpid()
         mpirun: Any = subprocess.Popen(
             planned.command,
-            env={**environment, **planned.settings},
+            env={**os.environ, **planned.settings},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

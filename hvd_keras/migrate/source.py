@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, order=True)
@@ -35,17 +36,13 @@ class Source:
         """Return a finding at a node of the tree."""
         return Finding(*self.place(node), text, new)
 
-    def place(self, node: ast.AST) -> tuple[int, int]:
-        """Return the start and the end of a node."""
-        assert isinstance(node, (ast.expr, ast.stmt, ast.keyword, ast.alias))
-        assert node.end_lineno is not None
-        assert node.end_col_offset is not None
+    def place(self, node: Any) -> tuple[int, int]:
+        """Return the start and the end of a node that has a place."""
         start = self._lines[node.lineno - 1] + node.col_offset
         return start, self._lines[node.end_lineno - 1] + node.end_col_offset
 
-    def lines_of(self, node: ast.stmt) -> tuple[int, int]:
+    def lines_of(self, node: Any) -> tuple[int, int]:
         """Return the start and the end of the lines of a statement."""
-        assert node.end_lineno is not None
         return self._lines[node.lineno - 1], self._lines[node.end_lineno]
 
     def source(self, node: ast.AST) -> str:

@@ -7,6 +7,7 @@ import pathlib
 import re
 import runpy
 from collections.abc import Iterator
+from typing import Any
 
 from hvd_keras.migrate.source import Finding, Source
 
@@ -30,9 +31,7 @@ PINNED = "not needed: hvd.init() gives this process the GPU of its local rank"
 @functools.cache
 def _renamed() -> set[str]:
     """Return the names that TensorFlow 2 has elsewhere: the table of its own tf_upgrade_v2."""
-    found = importlib.util.find_spec("tensorflow")
-    assert found is not None
-    assert found.origin is not None
+    found: Any = importlib.util.find_spec("tensorflow")
     # Run as a file, because an import would begin with that of TensorFlow, which takes seconds.
     path = pathlib.Path(found.origin).parent / "tools/compatibility/renames_v2.py"
     return {name.removeprefix("tf.") for name in runpy.run_path(str(path))["renames"]}

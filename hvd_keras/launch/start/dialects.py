@@ -62,8 +62,6 @@ class Dialect:
     # Its daemons on other hosts kill the workers, so that nothing but the agent can remove their
     # files when mpirun has died.
     kills_workers: ClassVar[bool] = False
-    # The variables of our environment that the program must not get, on several hosts.
-    withheld: ClassVar[Sequence[str]] = ()
 
     def complete(self, plan: Plan) -> None:
         """Add what starts the ranks."""
@@ -154,7 +152,6 @@ class Hydra(Dialect):
 
     is_intel: bool
     kills_workers = True
-    withheld = ("TMPDIR",)  # it would replace the one that the agent sets on each host
 
     def complete(self, plan: Plan) -> None:
         words = []
@@ -173,6 +170,8 @@ class Hydra(Dialect):
         if self.is_intel:  # a script that needs the programs beside it
             plan.settings["PATH"] = path_beside(self.path)
         plan.start_by(self.path, *words)
+        if not plan.is_local:  # our TMPDIR would replace the one that the agent sets on each host
+            plan.command = ["env", "-u", "TMPDIR", *plan.command]
 
 
 def path_beside(path: str) -> str:
