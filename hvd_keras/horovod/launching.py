@@ -1,6 +1,6 @@
 """``horovod.run``, ``horovod.spark.run`` and ``horovod.ray.RayExecutor``, by hvd_keras's own."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import hvd_keras.ray
@@ -37,20 +37,20 @@ def run(
         verbose: whether hvdrun prints the command of mpirun.
         others: what hvdrun has options for. Others raise TypeError.
     """
-    options = ["--horovod"]
-    for name, value in others.items():
-        if value is None or name in _WITHOUT_EFFECT:
-            continue
-        if name not in _OPTIONS:
-            raise TypeError(
-                f"horovod.run: hvdrun has no option for {name}={value!r}. Leave it out; see "
-                "hvdrun --help."
-            )
-        option = name.replace("_", "-")
-        options.append(f"--{option}={value}")  # one word: the value may begin with "--"
+    given = {name: value for name, value in others.items() if value is not None}
+    _refuse("horovod.run: hvdrun", given.keys() - {*_OPTIONS, *_WITHOUT_EFFECT}, given)
+    # One word for each: its value may begin with "--".
+    options = [f"--{name.replace('_', '-')}={given[name]}" for name in _OPTIONS if name in given]
+    options.insert(0, "--horovod")
     if verbose:
         options.append("--verbose")
     return run_function.run(func, args, kwargs, num_proc or np, hosts, options)
+
+
+def _refuse(what: str, names: Collection[str], given: Mapping[str, Any], more: str = "") -> None:
+    """Raise TypeError if there are such arguments, which have no counterpart in hvd_keras."""
+    for name in names:
+        raise TypeError(f"{what} has nothing for {name}={given[name]!r}. Leave it out{more}")
 
 
 # hvd_keras has one transport; lines have no timestamps; the driver prints rank 0's output.
@@ -77,11 +77,8 @@ def spark_run(
         nics: the interface of the network between the executors' hosts; one.
         others: arguments of Horovod without effect here. Others raise TypeError.
     """
-    for name, value in others.items():
-        if value is not None and name not in _WITHOUT_EFFECT_ON_SPARK:
-            raise TypeError(
-                f"horovod.spark.run: hvd.spark.run has nothing for {name}={value!r}. Leave it out."
-            )
+    given = [name for name, value in others.items() if value is not None]
+    _refuse("horovod.spark.run: hvd.spark.run", {*given} - _WITHOUT_EFFECT_ON_SPARK, others)
     options = ["--horovod"]
     if extra_mpi_args:
         options.append(f"--mpi-args={extra_mpi_args}")
@@ -117,12 +114,9 @@ class RayExecutor:
         gpus_per_worker: int | None = None,
         **others: Any,
     ) -> None:
-        for name, value in others.items():
-            if value != self._DEFAULTS.get(name):
-                raise TypeError(
-                    f"RayExecutor: hvd_keras.ray.run has nothing for {name}={value!r}. Leave it "
-                    "out, or call hvd_keras.ray.run, which has resources and strategies"
-                )
+        odd = [name for name, value in others.items() if value != self._DEFAULTS.get(name)]
+        instead = ", or call hvd_keras.ray.run, which has resources and strategies"
+        _refuse("RayExecutor: hvd_keras.ray.run", odd, others, instead)
         if (num_workers is None) == (num_hosts is None):
             raise TypeError(
                 f"RayExecutor: {num_workers=}, {num_hosts=}; expected exactly one of them"

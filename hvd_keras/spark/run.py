@@ -22,8 +22,7 @@ START_TIMEOUT = 120.0
 # Seconds between two looks at the job, and until its slots are asked for again.
 CHECK = 0.2
 
-# Seconds without enough slots until the user is told, and in which Spark may itself tell the cause
-# of a failure before the job is cancelled.
+# Seconds in which Spark may itself tell the cause of a failure before the job is cancelled.
 PATIENCE = 5.0
 
 # Settings by which a cluster encrypts what its processes send each other, or write, and what a job
@@ -235,18 +234,14 @@ def _slots(context: Any) -> int:
 
 def _await_slots(context: Any, least: int, size: int, timeout: float) -> int:
     """Wait until the executors have slots for ``least`` ranks; return for how many of ``size``."""
-    start, warned = time.monotonic(), False
+    limit = time.monotonic() + timeout
     while (slots := _slots(context)) < least:
-        waited = time.monotonic() - start
-        if waited > timeout:
+        if time.monotonic() > limit:
             raise ValueError(
                 f"hvd.spark.run: {least} ranks need {least} slots, but Spark's executors have "
                 f"{slots} after {timeout:.0f} s (start_timeout). Use fewer ranks, add executors or "
                 "cores, or lower spark.task.cpus"
             )
-        if waited > PATIENCE and not warned:
-            warned = True
-            print(f"hvd.spark.run: waiting for {least} slots; Spark's executors have {slots}")
         time.sleep(CHECK)
     return min(size, slots)
 

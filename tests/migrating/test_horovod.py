@@ -118,7 +118,7 @@ except TypeError as error:
     job = ranks.mpirun(1, sys.executable, str(script))
     assert job.status == 0, job.output
     assert "[3, 13]" in job.output, job.output
-    assert "hvdrun has no option for slots=3" in job.output
+    assert "hvdrun has nothing for slots=3" in job.output
 
 
 # As scripts for tf.keras before Keras 3 are.

@@ -191,6 +191,14 @@ def test_other_systems_and_hosts_without_ipv4_are_refused() -> None:
         network.own_addresses(None, ["absent.invalid"])
 
 
+def test_the_address_on_a_chosen_network() -> None:
+    for chosen in ("lo", "127.0.0.0/8"):
+        assert network.own_addresses(chosen, []) == ["127.0.0.1"]
+    for wrong, told in (("absent0", r"its range: lo \("), ("127.0.0.1/8", "has host bits")):
+        with pytest.raises(UsageError, match=f"--network-interface got '{wrong}'.*{told}"):
+            network.own_addresses(wrong, [])
+
+
 def test_a_hostfile() -> None:
     text = "# all\nserver1\n\nserver2:3 # the big one\n10.0.0.7 slots=2\n"
     assert hosts.parse_lines(text, "x") == [

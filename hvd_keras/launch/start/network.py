@@ -64,20 +64,15 @@ def _interfaces() -> dict[str, ipaddress.IPv4Interface]:
 def _interface(text: str) -> ipaddress.IPv4Interface:
     """Return our address on a named interface or in an address range. Raises UsageError."""
     there = _interfaces()
-    if "/" in text:
-        try:
-            network = ipaddress.IPv4Network(text)
-        except ValueError as error:
-            raise UsageError(f"--network-interface got {text!r}: {error}") from error
-        near = [own for own in there.values() if own.ip in network]
-        if not near:
-            raise UsageError(
-                f"--network-interface got {text!r}, but this host has no address in that range"
-            )
-        return near[0]
-    if text not in there:
-        raise UsageError(
-            f"--network-interface got {text!r}; expected an interface that has an address, one of "
-            + ", ".join(there)
-        )
-    return there[text]
+    try:
+        network = ipaddress.IPv4Network(text) if "/" in text else None
+    except ValueError as error:
+        raise UsageError(f"--network-interface got {text!r}: {error}") from error
+    for name, own in there.items():
+        if name == text or (network is not None and own.ip in network):
+            return own
+    known = ", ".join(f"{name} ({own})" for name, own in there.items())
+    raise UsageError(
+        f"--network-interface got {text!r}; expected an interface that has an address, or its "
+        f"range: {known}"
+    )
