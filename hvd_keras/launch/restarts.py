@@ -10,7 +10,6 @@ import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_keras.launch import errors, options
@@ -107,47 +106,44 @@ async def _sweep_lost(remains: Remains, signals: Signals, timeout: float) -> Non
 async def place(spec: JobSpec, look: bool = True) -> Placement:
     """Place the ranks for the first start; asks all hosts, or if not `look`, as few as possible."""
     limit = time.monotonic() + spec.options.wait_for_hosts
-    found = await spec.wanted()
+    wanted = await spec.wanted()
     if spec.is_local:
-        return Placement(found, {"": {"host": socket.gethostname()}})
-    facts: Facts = {}
-    if look or any(host.slots is None for host in found):
-        while (seen := await _look(spec, found, {})).away and look and time.monotonic() < limit:
-            say_once(f"waiting for {', '.join(seen.away)} (--wait-for-hosts)")
+        return Placement(wanted, {"": {"host": socket.gethostname()}})
+    found = Placement(wanted, {})
+    if look or any(host.slots is None for host in wanted):
+        found, problems, away = await _look(spec, wanted, {})
+        while away and look and time.monotonic() < limit:
+            say_once(f"waiting for {', '.join(away)} (--wait-for-hosts)")
             await asyncio.sleep(limits.WAIT_AGAIN)
-            found = await spec.wanted()
-        if seen.problems:
-            raise UsageError("\n".join(f"{name} {text}" for name, text in seen.problems.items()))
-        found, facts = seen.hosts, seen.facts
-    slots = hosts.count(found)
+            found, problems, away = await _look(spec, await spec.wanted(), {})
+        if problems:
+            raise UsageError("\n".join(f"{name} {text}" for name, text in problems.items()))
+    slots = found.size
     size = spec.options.size or slots
     if size > slots and not spec.options.oversubscribe:
-        there = f"{slots} slots ({', '.join(map(str, found))})"
+        there = f"{slots} slots ({', '.join(map(str, found.hosts))})"
         raise UsageError(
             f"-np got {size}, but the hosts have {there}; expected at most {slots}, more slots "
             "with -H, or --oversubscribe"
         )
-    return _share(found, size, facts)
+    return _share(found, size)
 
 
-def _share(found: Sequence[Host], size: int, facts: Facts) -> Placement:
-    """Place ranks on these hosts."""
-    chosen = hosts.share(found, size)
-    return Placement(chosen, {host.name: facts[host.name] for host in chosen if facts})
+def _share(found: Placement, size: int) -> Placement:
+    """Place so many ranks where there is room."""
+    chosen = hosts.share(found.hosts, size)
+    facts = {host.name: found.facts[host.name] for host in chosen if found.facts}
+    return Placement(chosen, facts)
 
 
-@dataclass(frozen=True)
-class _Look:
-    """What was found, by host name."""
+async def _look(
+    spec: JobSpec, wanted: Sequence[Host], known: Facts
+) -> tuple[Placement, Mapping[str, str], Sequence[str]]:
+    """Ask each host for its facts, unless they are `known`, and compare them with ours.
 
-    facts: Facts  # of each host that answered
-    problems: Mapping[str, str]
-    away: Sequence[str]  # hosts that could not be reached; each has a problem
-    hosts: Sequence[Host]  # those without problems, with the number of ranks that each takes
-
-
-async def _look(spec: JobSpec, wanted: Sequence[Host], known: Facts) -> _Look:
-    """Ask each host for its facts, unless they are `known`, and compare them with ours."""
+    Returns the room for ranks, on hosts without problems; the problems; and which of these hosts
+    could not be reached.
+    """
     arguments = os.getcwd(), spec.command[0]
     names = [host.name for host in wanted if host.name not in known]
     answers = await ask_all(names, spec.remains.reach, host_facts, ["-I", "-", *arguments])
@@ -174,7 +170,7 @@ async def _look(spec: JobSpec, wanted: Sequence[Host], known: Facts) -> _Look:
             gpus, cores = facts[host.name]["gpus"], facts[host.name]["cores"]
             ranks = host.slots or given.per_host or (given.size == options.AUTO and gpus) or cores
             counted.append(Host(host.name, ranks))
-    return _Look(facts, problems, away, counted)
+    return Placement(counted, facts), problems, away
 
 
 async def _replace(spec: JobSpec, size: int, least: int, known: Facts) -> Placement | None:
@@ -186,15 +182,14 @@ async def _replace(spec: JobSpec, size: int, least: int, known: Facts) -> Placem
             wanted = await spec.wanted()
         except UsageError as error:  # the hosts' list may be there again soon
             say_once(f"no hosts: {error}")
-        seen = await _look(spec, wanted, known)
+        found, problems, _ = await _look(spec, wanted, known)
         # Processes may still run on a host that was lost.
-        await spec.remains.sweep(spec.remains.lost & seen.facts.keys())
-        for name, text in seen.problems.items():
+        await spec.remains.sweep(spec.remains.lost & found.facts.keys())
+        for name, text in problems.items():
             say_once(f"left out: {name} {text}")
-        slots = hosts.count(seen.hosts)
+        slots = found.size
         if slots >= least or (slots and spec.options.oversubscribe):
-            ranks = size if spec.options.oversubscribe else min(size, slots)
-            return _share(seen.hosts, ranks, seen.facts)
+            return _share(found, size if spec.options.oversubscribe else min(size, slots))
         if time.monotonic() >= limit:
             there = f"the hosts that answer have {slots} slots"
             say(f"no restart: {there}, and {least} are needed (--min-np)")
