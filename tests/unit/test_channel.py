@@ -282,6 +282,21 @@ def test_a_folder_that_another_user_could_use_is_refused(tmp_path: Path) -> None
             private_folder(tmp_path / "other")
 
 
+def test_the_options_of_ssh_are_not_taken_for_the_host(tmp_path: Path) -> None:
+    """And words that mpirun has quoted for a shell arrive as they are."""
+    show = [sys.executable, "-c", "import json, sys; print(json.dumps(sys.argv[1:]))", "-x", "a b"]
+    (tmp_path / "ssh").write_text(RemoteShell(show).agent("7", False))
+    given = ["-x", "-o", "ConnectionAttempts=10", "-p2222", "server2"]
+    words = ["printf", "'%s|'", "-x", "it\\'s", "'a  b'", '"$HVDRUN_JOB\n"']
+    script = ["/bin/sh", str(tmp_path / "ssh"), *given, *words]
+    shown = subprocess.run(script, capture_output=True, text=True, check=True).stdout
+    *ssh, host, text = json.loads(shown)
+    assert (ssh, host) == (["-x", "a b"], "server2")
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "SHELL": "/bin/sh"}
+    there = subprocess.run(["sh", "-c", text], env=environment, capture_output=True, text=True)
+    assert there.stdout == "-x|it's|a  b|7\n|", there
+
+
 def test_mpiruns_daemon_takes_no_folder_that_another_user_has_made(tmp_path: Path) -> None:
     """The text that ssh would run on the other host, run here."""
     agent = RemoteShell(["printf", "%s\\n"]).agent("7", False)
