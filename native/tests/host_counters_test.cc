@@ -8,27 +8,30 @@
 #include <random>
 #include <thread>
 
+#include "core/base/shared_atomic.h"
 #include "tests/support/check.h"
 
 namespace hvd {
 namespace {
 
-constexpr int kRanks = 4;
+constexpr int kRanks = 4, kManyRanks = 2 * kRanksPerGroup + 3;
 constexpr uint64_t kWindow = 4;
 
 std::string no_deadline(double, const Missing&) { return ""; }
 
+void* memory;  // that the ranks share
+
 // Runs a body on each rank, with counters in memory that all share; it begins with `first`.
 void on_all_ranks(int ranks_per_core, const std::function<void(HostCounters&, int)>& body,
-                  char first = 0) {
-  const auto bytes = static_cast<size_t>(HostCounters::bytes(kRanks));
-  void* const memory = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+                  char first = 0, int size = kRanks) {
+  const auto bytes = static_cast<size_t>(HostCounters::bytes(size));
+  memory = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
   std::fill_n(static_cast<char*>(memory), bytes, '\0');
   *static_cast<char*>(memory) = first;
   std::vector<std::thread> threads;
-  for (int rank = 0; rank < kRanks; ++rank) {
+  for (int rank = 0; rank < size; ++rank) {
     threads.emplace_back([&, rank] {
-      std::vector<int> ranks(kRanks);
+      std::vector<int> ranks(size);
       std::iota(ranks.begin(), ranks.end(), 10);  // in the job
       HostCounters counters(memory, rank, ranks, ranks_per_core);
       body(counters, rank);
@@ -43,9 +46,10 @@ void pass_time(std::mt19937& random) {
 }
 
 // What is not atomic is written by one rank and read by the others, as the counters allow.
-void what_was_written_before_is_seen(int ranks_per_core) {
-  uint64_t slots[kRanks][kWindow] = {};
-  on_all_ranks(ranks_per_core, [&](HostCounters& counters, int rank) {
+void what_was_written_before_is_seen(int ranks_per_core, int size = kRanks,
+                                     uint64_t chunks = 2000) {
+  uint64_t slots[kManyRanks][kWindow] = {};
+  const auto body = [&](HostCounters& counters, int rank) {
     std::mt19937 random(rank);
     HostCounters::Targets targets = HostCounters::kNone;
     const auto wait_for = [&](HostCounters::Kind kind, uint64_t value) {
@@ -53,21 +57,41 @@ void what_was_written_before_is_seen(int ranks_per_core) {
       targets[kind] = value;
       counters.wait(targets, no_deadline);
     };
-    for (uint64_t chunk = 0; chunk < 2000; ++chunk) {
+    for (uint64_t chunk = 0; chunk < chunks; ++chunk) {
       if (chunk >= kWindow) wait_for(HostCounters::unpacked, chunk + 1 - kWindow);
       slots[rank][chunk % kWindow] = chunk * (rank + 1);
       counters.advance(HostCounters::packed, chunk + 1);
       pass_time(random);
       wait_for(HostCounters::packed, chunk + 1);
-      for (int r = 0; r < kRanks; ++r) CHECK_EQ(slots[r][chunk % kWindow], chunk * (r + 1));
+      for (int r = 0; r < size; ++r) CHECK_EQ(slots[r][chunk % kWindow], chunk * (r + 1));
       counters.advance(HostCounters::unpacked, chunk + 1);
     }
-  });
+  };
+  on_all_ranks(ranks_per_core, body, 0, size);
 }
 
 // Who waits for long sleeps in both.
 void spinning_ranks_see_what_was_written() { what_was_written_before_is_seen(1); }
 void yielding_ranks_see_what_was_written() { what_was_written_before_is_seen(2); }
+void many_ranks_see_what_was_written() { what_was_written_before_is_seen(2, kManyRanks, 200); }
+
+// One that stops between its own counter and that of its group; as a rank without groups, it has
+// none of the latter.
+void a_rank_that_stops_does_not_stop_the_others() {
+  const auto body = [](HostCounters& counters, int rank) {
+    if (rank == 3) {
+      HostCounters(memory, rank, {0, 1, 2, 3}, 2).advance(HostCounters::arrived, 1);
+    } else {
+      HostCounters::Targets targets = HostCounters::kNone;
+      targets[HostCounters::arrived] = 1;
+      counters.advance(HostCounters::arrived, 1);
+      counters.wait(targets, [](double seconds, const Missing&) {
+        return seconds > 10 ? "waits for nobody" : "";
+      });
+    }
+  };
+  on_all_ranks(2, body, 0, kManyRanks);
+}
 
 // A rank that waits for either of two counters goes on with the first that comes.
 void any_target_ends_a_wait() {
@@ -139,6 +163,8 @@ int main() {
   return test::run({
       {"spinning ranks see what was written", spinning_ranks_see_what_was_written},
       {"yielding ranks see what was written", yielding_ranks_see_what_was_written},
+      {"many ranks see what was written", many_ranks_see_what_was_written},
+      {"a rank that stops does not stop the others", a_rank_that_stops_does_not_stop_the_others},
       {"any target ends a wait", any_target_ends_a_wait},
       {"nobody is woken in vain", nobody_is_woken_in_vain},
       {"the deadline names who is missing and reaches all",

@@ -12,6 +12,9 @@
 
 namespace hvd {
 
+// Of one host; each reads the others' counters.
+constexpr int kRanksPerGroup = 16;
+
 template <typename T>
 using SharedAtomic = std::atomic<T>;
 

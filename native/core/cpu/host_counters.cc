@@ -42,19 +42,27 @@ struct HostCounters::Header {
   alignas(64) SharedAtomic<uint32_t> sleepers{0};
 };
 
-struct HostCounters::PerRank {
+struct HostCounters::Counters {
   // On cache lines of their own, since others read one while this rank writes another.
   struct alignas(64) Counter {
     SharedAtomic<uint64_t> value{0};
   };
   std::array<Counter, kKinds> counters;
+};
+
+struct HostCounters::PerRank : Counters {
   alignas(64) SharedAtomic<uint32_t> asleep{0};  // a futex: 0 wakes this rank
   std::array<SharedAtomic<uint64_t>, kKinds> targets{};
 };
 
+int HostCounters::groups(int ranks) {
+  return ranks > kRanksPerGroup ? (ranks - 1) / kRanksPerGroup + 1 : 0;
+}
+
 int64_t HostCounters::bytes(int ranks) {
   static_assert(sizeof(Header) <= 2 * kPage);
-  return 2 * kPage + static_cast<int64_t>(sizeof(PerRank)) * ranks;
+  return 2 * kPage + static_cast<int64_t>(sizeof(PerRank)) * ranks +
+         static_cast<int64_t>(sizeof(Counters)) * groups(ranks);
 }
 
 HostCounters::HostCounters(void* memory, int rank, std::vector<int> ranks, int ranks_per_core)
@@ -62,13 +70,24 @@ HostCounters::HostCounters(void* memory, int rank, std::vector<int> ranks, int r
       rank_(rank),
       ranks_per_core_(ranks_per_core),
       header_(static_cast<Header*>(memory)),
-      per_rank_(reinterpret_cast<PerRank*>(static_cast<char*>(memory) + 2 * kPage)) {}
+      per_rank_(reinterpret_cast<PerRank*>(static_cast<char*>(memory) + 2 * kPage)),
+      per_group_(reinterpret_cast<Counters*>(per_rank_ + ranks_.size())) {}
+
+template <typename Of>
+uint64_t HostCounters::least(const Of* counters, Kind kind, int from, int to) {
+  uint64_t least = UINT64_MAX;
+  for (int i = from; i < to; ++i)
+    least = std::min(least, counters[i].counters[kind].value.load(std::memory_order_seq_cst));
+  return least;
+}
 
 uint64_t HostCounters::least(Kind kind, int ranks) const {
-  uint64_t least = UINT64_MAX;
-  for (int r = 0; r < ranks; ++r)
-    least = std::min(least, per_rank_[r].counters[kind].value.load(std::memory_order_seq_cst));
-  return least;
+  return least(per_rank_, kind, 0, ranks);
+}
+
+uint64_t HostCounters::least(Kind kind) const {
+  const int count = groups(size());
+  return count > 0 ? least(per_group_, kind, 0, count) : least(kind, size());
 }
 
 bool HostCounters::reached(const Targets& targets) const {
@@ -83,10 +102,27 @@ bool HostCounters::reached(const Targets& targets) const {
 // No order in this file can be weaker: see native/tests/prove.
 void HostCounters::advance(Kind kind, uint64_t value) {
   per_rank_[rank_].counters[kind].value.store(value, std::memory_order_seq_cst);
-  if (header_->sleepers.load(std::memory_order_seq_cst) > 0) wake(kind);
+  if (groups(size()) > 0) {
+    raise(rank_ / kRanksPerGroup, kind);
+  } else {
+    wake(kind);
+  }
+}
+
+// Increases the counter of a group to the least of its ranks'. Of ranks that increase theirs at
+// once, the one whose store is last sees all.
+void HostCounters::raise(int group, Kind kind) {
+  const int first = group * kRanksPerGroup;
+  const uint64_t to = least(per_rank_, kind, first, std::min(first + kRanksPerGroup, size()));
+  SharedAtomic<uint64_t>& counter = per_group_[group].counters[kind].value;
+  uint64_t is = counter.load(std::memory_order_relaxed);
+  while (is < to) {
+    if (counter.compare_exchange_strong(is, to, std::memory_order_seq_cst)) return wake(kind);
+  }
 }
 
 void HostCounters::wake(Kind kind) {
+  if (header_->sleepers.load(std::memory_order_seq_cst) == 0) return;
   const uint64_t reached = least(kind);
   for (int r = 0; r < size(); ++r) {
     PerRank& other = per_rank_[r];
@@ -125,6 +161,10 @@ void HostCounters::wait(const Targets& targets, const Waiting& waiting) {
     header_->sleepers.fetch_sub(1, std::memory_order_relaxed);
     if (here || reached(targets)) return;
     check_aborted();
+    for (int g = 0; g < groups(size()); ++g) {
+      // For a rank that was stopped before it did.
+      for (int kind = 0; kind < kKinds; ++kind) raise(g, static_cast<Kind>(kind));
+    }
     const std::string why = waiting(seconds_since(start), [&] { return missing(targets); });
     if (!why.empty()) abort(why);
   }

@@ -4,6 +4,10 @@
 // of all ranks have reached a value: for some microseconds it spins, or yields to the other ranks
 // that share its core, and then it sleeps in the kernel (futex). It leaves a note of what it waits
 // for, so that the rank that increases the last counter wakes it, and no other rank does.
+//
+// Where a host has more ranks than a group (shared_atomic.h), each group has counters, too: the
+// least of its ranks', which the last of them increases. A rank that waits reads those, and one
+// that increases its counter those of its group, so a look costs ranks / group reads, not ranks.
 #pragma once
 
 #include <array>
@@ -34,7 +38,7 @@ class HostCounters {
 
   // The least value of a counter among the first `ranks` ranks, or all.
   uint64_t least(Kind kind, int ranks) const;
-  uint64_t least(Kind kind) const { return least(kind, size()); }
+  uint64_t least(Kind kind) const;
 
   // Increases this rank's counter, and wakes those who wait for that.
   void advance(Kind kind, uint64_t value);
@@ -55,9 +59,14 @@ class HostCounters {
 
  private:
   struct Header;
+  struct Counters;
   struct PerRank;
 
   int size() const { return static_cast<int>(ranks_.size()); }
+  static int groups(int ranks);  // 0: there are none
+  template <typename Of>
+  static uint64_t least(const Of* counters, Kind kind, int from, int to);
+  void raise(int group, Kind kind);
   bool reached(const Targets& targets) const;
   std::vector<int> missing(const Targets& targets) const;
   void wake(Kind kind);
@@ -67,6 +76,7 @@ class HostCounters {
   const int ranks_per_core_;
   Header* const header_;
   PerRank* const per_rank_;
+  Counters* const per_group_;
 };
 
 }  // namespace hvd

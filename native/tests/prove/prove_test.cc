@@ -46,7 +46,7 @@ namespace {
 using model::Op;
 using model::Site;
 
-constexpr int kMostRanks = 3, kCells = 40;
+constexpr int kMostRanks = 3, kCells = 64;
 
 // What the next operation at this line uses in place of its order.
 Site weakened = {0, Op::load, std::memory_order_seq_cst};
@@ -351,6 +351,7 @@ struct Suite : rl::test_suite<Suite<Program, kRanks>, kRanks> {
 struct Search {
   unsigned preemptions;
   unsigned random;
+  bool groups = false;  // the last rank is in another one
 };
 
 // What was found, or "".
@@ -363,6 +364,7 @@ std::string explore(const Search& search, bool reports) {
   params.context_bound = search.preemptions;
   params.iteration_count = search.random;
   wakes_up = search.random;  // or there are too many executions
+  kRanksPerGroup = kRanks - search.groups;
   params.execution_depth_limit = 20000;
   const bool ok = rl::simulate<Suite<Program, kRanks>>(params);
   block = nullptr;
@@ -370,8 +372,9 @@ std::string explore(const Search& search, bool reports) {
     const std::string which =
         search.random ? "random ones"
                       : "all with at most " + std::to_string(search.preemptions) + " preemptions";
-    std::printf("%s %s, %d ranks: %llu executions, %s\n%s", ok ? "ok    " : "FAILED", Program::name,
-                kRanks, static_cast<unsigned long long>(params.stop_iteration), which.c_str(),
+    std::printf("%s %s, %d ranks%s: %llu executions, %s\n%s", ok ? "ok    " : "FAILED",
+                Program::name, kRanks, search.groups ? " in two groups" : "",
+                static_cast<unsigned long long>(params.stop_iteration), which.c_str(),
                 ok ? "" : details.str().c_str());
     std::fflush(stdout);
   }
@@ -379,10 +382,14 @@ std::string explore(const Search& search, bool reports) {
 }
 
 // The first that is found in any program.
-std::string explore_all(const Search& search, bool reports) {
+std::string explore_all(Search search, bool reports) {
   const auto both = [&](auto program) {
-    std::string found = explore<decltype(program), 2>(search, reports);
-    if (found.empty() && search.random) found = explore<decltype(program), 3>(search, reports);
+    std::string found;
+    for (bool groups : {false, true}) {
+      search.groups = groups;
+      if (found.empty()) found = explore<decltype(program), 2>(search, reports);
+      if (found.empty() && search.random) found = explore<decltype(program), 3>(search, reports);
+    }
     return found;
   };
   std::string found = both(Along());

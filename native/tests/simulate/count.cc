@@ -1,5 +1,6 @@
-// Counts the messages and bytes that each rank sends for one request, and fails if either grows
-// with the number of ranks, beyond what the operation must move. What MPI sends itself is computed.
+// Counts the messages and bytes that each rank sends for one request, and its reads of shared
+// counters, and fails if one grows with the number of ranks, beyond what the operation must move.
+// What MPI sends itself is computed.
 #include <algorithm>
 #include <cstdio>
 #include <map>
@@ -7,6 +8,9 @@
 #include <string>
 #include <vector>
 
+#include "core/base/shared_atomic.h"
+#include "core/cpu/host_counters.h"
+#include "core/cpu/inter_host.h"
 #include "core/engine/engine.h"
 #include "tests/simulate/network.h"
 #include "tests/simulate/transport.h"
@@ -45,9 +49,12 @@ constexpr Case kCases[] = {
     {"texts of an error", Kind::allreduce, 1},
 };
 
-// What a rank must get or send, in bytes.
+// What a rank must get or send, in bytes. Of small sums it gets the terms of all hosts, in one
+// agreement or several: other ways take many more messages.
 uint64_t least_bytes(const Case& of, int ranks) {
   const uint64_t bytes = 4 * (of.rows + of.of_each * ranks);
+  const uint64_t terms = bytes * ((ranks - 1) / kPerHost + 1);
+  if (of.kind == Kind::allreduce && terms <= kGatheredBytes) return 2 * bytes + 3 * terms;
   return of.kind == Kind::allgather   ? bytes * ranks
          : of.kind == Kind::allreduce ? 2 * bytes
                                       : bytes;
@@ -168,6 +175,41 @@ std::vector<Traffic> count(int ranks, bool& right) {
   return most;
 }
 
+// The most of any rank, when it increases its counter and looks once at those of all.
+uint64_t reads_of_counters(int ranks) {
+  kRanksPerGroup = 16;
+  std::vector<char> room(HostCounters::bytes(ranks) + 64);
+  void* memory = room.data();
+  size_t space = room.size();
+  memory = std::align(64, space - 64, memory, space);
+  uint64_t most = 0;
+  for (int r = 0; r < ranks; ++r) {
+    HostCounters counters(memory, r, std::vector<int>(ranks), 1);
+    const uint64_t before = shared_reads;
+    counters.advance(HostCounters::arrived, 1);
+    (void)counters.least(HostCounters::arrived);
+    most = std::max(most, shared_reads - before);
+  }
+  return most;
+}
+
+// Hosts have at most some hundred ranks.
+bool count_reads() {
+  bool right = true;
+  std::printf("\nReads of counters on one host:");
+  uint64_t was = 0;
+  for (int ranks : {16, 64, 256}) {
+    const uint64_t is = reads_of_counters(ranks);
+    const bool grows = was && static_cast<double>(is) / was > kMostGrowth;
+    std::printf(" %d ranks %llu%s", ranks, static_cast<unsigned long long>(is),
+                grows ? " GROWS" : "");
+    right &= !grows;
+    was = is;
+  }
+  std::printf("\n");
+  return right;
+}
+
 }  // namespace
 
 void counted_warning(const std::string& text) { warnings.push_back(text); }
@@ -214,7 +256,7 @@ bool count_all(int most) {
     std::printf("  %s%s\n", says, of.known ? of.known : "");
     right &= grows == (of.known != nullptr);
   }
-  return right;
+  return count_reads() && right;
 }
 
 }  // namespace hvd::sim

@@ -28,6 +28,9 @@ void wake(uint32_t* id);
 
 namespace hvd {
 
+// All ranks, or all but the last.
+inline int kRanksPerGroup;
+
 template <typename T>
 class SharedAtomic {
  public:

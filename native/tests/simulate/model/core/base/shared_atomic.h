@@ -1,4 +1,4 @@
-// One thread runs all ranks: atomics are numbers.
+// One thread runs all ranks: atomics are numbers, whose reads are counted.
 #pragma once
 
 #include <atomic>
@@ -10,8 +10,18 @@
 
 namespace hvd {
 
+inline int kRanksPerGroup = 2;  // small hosts have several groups
+inline uint64_t shared_reads = 0;
+
 template <typename T>
-using SharedAtomic = ::std::atomic<T>;
+class SharedAtomic : public ::std::atomic<T> {
+ public:
+  using ::std::atomic<T>::atomic;
+  T load(::std::memory_order order) const {
+    ++shared_reads;
+    return ::std::atomic<T>::load(order);
+  }
+};
 
 struct FutexSleepers {
   ::std::multimap<const void*, sim::Fiber*> by_word;
