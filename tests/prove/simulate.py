@@ -54,7 +54,9 @@ MUTANTS = (
     ),
     (f"{CPU}/inter_host.cc", "all_.summary.add(received_.summary);", ""),
     (f"{CPU}/inter_host.cc", "(last < beyond_ ? 2 : 1)", "1"),
-    (f"{CPU}/inter_host.cc", "SmallAllgather::place(h, host_, size_) * bytes_", "h * bytes_"),
+    (f"{CPU}/host_counters.cc", "raise(rank_ / kRanksPerGroup, kind);", ""),
+    (f"{CPU}/host_counters.cc", "std::min(first + kRanksPerGroup, size())", "first + 1"),
+    (f"{CPU}/cluster_transport.cc", "if (host_ != root_host) std::memset(slice, 0, bytes);", ""),
     (
         f"{CPU}/kind_transport.cc",
         "std::count(failed.begin(), failed.end(), 0) == size()",

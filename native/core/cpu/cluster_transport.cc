@@ -183,7 +183,7 @@ bool ClusterTransport::has_agreed(const Request* next, bool* progressed) {
     ProposalExchange::Message host;
     for (int r = 0; r < local_size_; ++r) host.summary.add(shared(r).mine.summary);
     sum(false, local_size_, [&](int r) { return shared(r).mine.along; }, host.along);
-    proposals_->start(host, along_ ? along_->out.left() : 0);
+    proposals_->start(host.summary, host.along, along_ ? along_->out.left() : 0);
     *progressed = true;
   }
   *progressed |= proposals_->advance();
@@ -266,6 +266,49 @@ void ClusterTransport::allreduce(Request& request) {
   }
 }
 
+// Chunk by chunk, cut into a slice for each leader, or for the first one alone:
+//
+//   pack       the root's tensors ──> slice c of the slots of its host's leaders c, by the root
+//   allreduce  between hosts: slice c of that host, and zeros of the others, by leaders c. For H
+//              hosts, a link sends 2(H-1)/H of the bytes; of MPI_Ibcast the root's sends up to H-1
+//              times the bytes
+//   unpack     the leaders' slices ──> output tensors
+void ClusterTransport::broadcast(Request& request) {
+  const int root = number_in_set(request.root);
+  auto [in, out] = broadcast_tensors(request);
+  const int64_t total = in.left();
+  make_room(total);
+  const int leaders = total < kMessageBytes ? 1 : leaders_;
+  int root_host = 0;
+  while (partner(root, root_host) != root) ++root_host;
+  // Calls for each slice: where it is, and how many bytes it has.
+  const auto slices = [&, first = chunks_](uint64_t chunk, const auto& call) {
+    const int64_t before = static_cast<int64_t>(chunk - first) * chunk_bytes_;
+    const int64_t bytes = std::min(chunk_bytes_, total - before);
+    for (int c = 0; c < leaders; ++c) {
+      const int64_t begin = bytes * c / leaders;
+      call(c, slot(c, chunk) + begin, bytes * (c + 1) / leaders - begin);
+    }
+  };
+  in_chunks((total + chunk_bytes_ - 1) / chunk_bytes_, leaders,
+            [&, &in = in](uint64_t chunk) {
+              if (rank() == root)
+                slices(chunk, [&](int, char* slice, int64_t bytes) { in.copy_to(slice, bytes); });
+            },
+            [&](uint64_t chunk) {
+              slices(chunk, [&](int c, char* slice, int64_t bytes) {
+                if (c != local_rank_) return;
+                if (host_ != root_host) std::memset(slice, 0, bytes);
+                start_inter_host({slice, bytes, DType::uint8, Reduction::sum, {}}, chunk);
+              });
+            },
+            [&, &out = out](uint64_t chunk) {
+              if (rank() != root)
+                slices(chunk,
+                       [&](int, char* slice, int64_t bytes) { out.copy_from(slice, bytes); });
+            });
+}
+
 // The factors of a host's sum, and of the sum over all hosts. A host's sum is rounded to the dtype
 // before it is sent, and in half precision it could overflow where the result does not. So
 // sums and averages are scaled as early as they can be, and averages divided by as much as keeps
@@ -300,6 +343,10 @@ void ClusterTransport::start_inter_host(const Request& request, DType dtype, int
       request, dtype, is_gathered(slice, hosts_) ? Allreduce::direct : algorithm_);
   slice.factors = between;
   loops().reduce(dtype, request.reduction, within, sources.data(), local_size_, end - begin, sum);
+  start_inter_host(slice, chunk);
+}
+
+void ClusterTransport::start_inter_host(const Slice& slice, uint64_t chunk) {
   in_flight_.push_back(new_inter_host_allreduce(algorithm_, across_, slice,
                                                 static_cast<int>(2 * (chunk % kWindow))));
 }

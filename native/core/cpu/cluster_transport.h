@@ -13,9 +13,9 @@
 // ranks of a host. Counters in shared memory show each rank's progress.
 //
 // Agreements, with small sums, go the same way: through shared memory to the first rank of each
-// host, between these, and back. Reducescatter and allgather work likewise, too: each rank has a
-// partner on each other host, and each host sends its sum of a piece, or a piece, once. All other
-// collectives go over MPI, from rank to rank.
+// host, between these, and back. So do broadcasts. Reducescatter and allgather work likewise, too:
+// each rank has a partner on each other host, and each host sends its sum of a piece, or a piece,
+// once. Alltoall goes over MPI, from rank to rank.
 #pragma once
 
 #include <deque>
@@ -55,7 +55,7 @@ class ClusterTransport : public KindTransport {
     mpi_->begin(waiting);
   }
   void allreduce(Request& request) override;
-  void broadcast(Request& request) override { mpi_->broadcast(request); }
+  void broadcast(Request& request) override;
   void gather_bytes(const void* mine, const std::vector<int64_t>& sizes, void* all) override {
     mpi_->gather_bytes(mine, sizes, all);
   }
@@ -94,6 +94,7 @@ class ClusterTransport : public KindTransport {
   std::pair<Factors, Factors> factors_of_stages(const Request& request, DType dtype,
                                                 Allreduce algorithm) const;
   void start_inter_host(const Request& request, DType dtype, int64_t elements, uint64_t chunk);
+  void start_inter_host(const Slice& slice, uint64_t chunk);
 
   static constexpr uint64_t kWindow = 8;
 

@@ -44,15 +44,7 @@ void HostTransport::reducescatter(const Request& request, size_t i) {
 void HostTransport::broadcast(Request& request) {
   const int root_rank = number_in_set(request.root);
   const bool root = rank() == root_rank;
-  ByteCursor in, out;
-  for (size_t i = 0; i < request.inputs.size(); ++i) {
-    const Input& input = request.inputs[i];
-    const int64_t bytes = static_cast<int64_t>(input.bytes());
-    in.add(input.data, bytes);
-    out.add(request.outputs[i], bytes);
-    if (root && bytes > 0 && request.outputs[i] != input.data)
-      std::memcpy(request.outputs[i], input.data, bytes);
-  }
+  auto [in, out] = broadcast_tensors(request);
   make_room(in.left());
   use_slots(SlotUse::barriers);
   for (int64_t left = in.left(); left > 0; left -= chunk_bytes_) {

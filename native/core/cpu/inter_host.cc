@@ -95,93 +95,6 @@ class Direct : public InterHostExchange {
   bool gathering_ = false;
 };
 
-// Allgather of small blocks in ceil(log2 N) steps for N ranks, each of one message from each rank.
-// With a power of two ranks, the two of a pair exchange (recursive doubling), so that TCP
-// acknowledges a message by the answer; with others, ranks send around (Bruck et al., 1997,
-// https://doi.org/10.1109/71.642949).
-class SmallAllgather : public InterHostExchange {
- public:
-  // `blocks` has room for N, of `bytes` each; this rank's comes first.
-  SmallAllgather(MPI_Comm ranks, void* blocks, int64_t bytes, int tag)
-      : InterHostExchange(ranks),
-        blocks_(static_cast<char*>(blocks)),
-        bytes_(bytes),
-        tag_(tag),
-        rank_(rank_in(ranks)),
-        size_(ranks_in(ranks)) {
-    step();
-  }
-
-  // The place of a rank's block in those of another rank.
-  static int place(int of, int rank, int size) {
-    return in_pairs(size) ? of ^ rank : (of + size - rank) % size;
-  }
-
-  bool advance() override {
-    if (done_ || !all_complete()) return false;
-    step();
-    return true;
-  }
-
- private:
-  static bool in_pairs(int size) { return (size & (size - 1)) == 0; }
-
-  // Doubles the blocks that a rank has.
-  void step() {
-    const int have = have_;
-    have_ = std::min(2 * have, size_);
-    done_ = have == size_;
-    const int64_t more = (have_ - have) * bytes_;
-    const bool pairs = in_pairs(size_);
-    receive(blocks_ + have * bytes_, more, pairs ? rank_ ^ have : (rank_ + have) % size_, tag_);
-    send(blocks_, more, pairs ? rank_ ^ have : (rank_ + size_ - have) % size_, tag_);
-  }
-
-  char* const blocks_;
-  const int64_t bytes_;
-  const int tag_, rank_, size_;
-  int have_ = 1;
-};
-
-// By an allgather, after which each host adds all terms, in the hosts' order.
-class Gathered : public InterHostExchange {
- public:
-  Gathered(MPI_Comm hosts, const Slice& slice, int tag)
-      : InterHostExchange(hosts),
-        slice_(slice),
-        bytes_(slice.elements * size_of(slice.dtype)),
-        host_(rank_in(hosts)),
-        size_(ranks_in(hosts)),
-        terms_(size_ * bytes_) {
-    std::copy_n(slice.data, bytes_, terms_.data());
-    gathering_ = std::make_unique<SmallAllgather>(hosts, terms_.data(), bytes_, tag);
-    end();
-  }
-
-  bool advance() override {
-    if (done_ || !gathering_->advance()) return false;
-    end();
-    return true;
-  }
-
- private:
-  void end() {
-    if (!gathering_->done()) return;
-    std::vector<const void*> sources;
-    for (int h = 0; h < size_; ++h)
-      sources.push_back(terms_.data() + SmallAllgather::place(h, host_, size_) * bytes_);
-    loops().reduce(slice_.dtype, slice_.reduction, slice_.factors, sources.data(), size_,
-                   slice_.elements, slice_.data);
-    done_ = true;
-  }
-
-  const Slice slice_;
-  const int64_t bytes_;
-  const int host_, size_;
-  std::vector<char> terms_;  // of SmallAllgather
-  std::unique_ptr<InterHostExchange> gathering_;
-};
-
 std::vector<int> range(int first, int end) {
   std::vector<int> numbers(end - first);
   std::iota(numbers.begin(), numbers.end(), first);
@@ -202,23 +115,50 @@ struct Groups {
   int hosts, columns, count;
 };
 
+// After the terms of all have been gathered, each host adds them, in the hosts' order.
+class Gathered : public ProposalExchange {
+ public:
+  Gathered(MPI_Comm hosts, const Slice& slice, int tag)
+      : ProposalExchange(hosts, tag), slice_(slice), hosts_(ranks_in(hosts)) {
+    start({}, slice.data, slice.elements * size_of(slice.dtype));
+    if (done()) add();
+  }
+
+  bool advance() override {
+    if (!ProposalExchange::advance()) return false;
+    if (done()) add();
+    return true;
+  }
+
+ private:
+  void add() {
+    std::vector<const void*> terms;
+    for (int h = 0; h < hosts_; ++h) terms.push_back(along(h));
+    loops().reduce(slice_.dtype, slice_.reduction, slice_.factors, terms.data(), hosts_,
+                   slice_.elements, slice_.data);
+  }
+
+  const Slice slice_;
+  const int hosts_;
+};
+
 }  // namespace
 
 ProposalExchange::ProposalExchange(MPI_Comm hosts, int tag)
-    : Messages(hosts),
+    : InterHostExchange(hosts),
       tag_(tag),
       host_(rank_in(hosts)),
       size_(ranks_in(hosts)),
       power_(1 << std::ilogb(size_)),
       beyond_(size_ - power_) {}
 
-void ProposalExchange::start(const Message& mine, int64_t along) {
+void ProposalExchange::start(const Summary& mine, const char* along, int64_t bytes) {
   started_ = true;
   done_ = false;
   step_ = 0;
-  along_ = along;
-  all_.summary = mine.summary;
-  std::copy_n(mine.along, along, all_.along + place(host_) * along);
+  along_ = bytes;
+  all_.summary = mine;
+  std::copy_n(along, bytes, all_.along + place(host_) * bytes);
   step();
 }
 

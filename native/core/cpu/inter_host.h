@@ -53,7 +53,7 @@ std::unique_ptr<InterHostExchange> new_inter_host_allreduce(Allreduce algorithm,
 // along. By recursive doubling the hosts reduce the summaries and gather the terms, in log2 H steps
 // of one message from each host, and two more if H is no power of two (Thakur et al., 2005,
 // https://doi.org/10.1177/1094342005051521). Used again and again.
-class ProposalExchange : protected Messages {
+class ProposalExchange : public InterHostExchange {
  public:
   static constexpr int64_t kMostAlong = 8 << 10;
   struct Message {
@@ -66,14 +66,12 @@ class ProposalExchange : protected Messages {
   // How many bytes of each host travel along, at most.
   static int64_t most_along(int hosts) { return std::min(kMostAlong, kGatheredBytes / hosts); }
 
-  // `along`: how many do, the same on all hosts if they propose the same.
-  void start(const Message& mine, int64_t along);
+  // `bytes`: how many do, the same on all hosts if they propose the same.
+  void start(const Summary& mine, const char* along, int64_t bytes);
   void end() { started_ = false; }
   bool started() const { return started_; }
 
-  // Makes progress without waiting. Returns whether it made any.
-  bool advance();
-  bool done() const { return done_; }
+  bool advance() override;
 
   // Of all hosts, until the next start().
   const Summary& all() const { return all_.summary; }
@@ -103,7 +101,7 @@ class ProposalExchange : protected Messages {
   Places coming_ = {0, 0};  // in received_
   int64_t along_ = 0;
   int step_ = 0;
-  bool started_ = false, done_ = false;
+  bool started_ = false;
 };
 
 // Whether all hosts add all terms, in the hosts' order, whatever the algorithm.

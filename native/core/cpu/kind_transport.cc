@@ -67,6 +67,19 @@ Status KindTransport::run(Request& request, const Waiting& waiting) {
   return {};
 }
 
+std::pair<ByteCursor, ByteCursor> KindTransport::broadcast_tensors(const Request& request) const {
+  ByteCursor in, out;
+  for (size_t i = 0; i < request.inputs.size(); ++i) {
+    const Input& input = request.inputs[i];
+    const auto bytes = static_cast<int64_t>(input.bytes());
+    in.add(input.data, bytes);
+    out.add(request.outputs[i], bytes);
+    if (rank() == number_in_set(request.root) && bytes > 0 && request.outputs[i] != input.data)
+      std::memcpy(request.outputs[i], input.data, bytes);
+  }
+  return {std::move(in), std::move(out)};
+}
+
 std::optional<DTypeGroup> KindTransport::small_group(const Request& request, int64_t most) {
   if (request.kind != Kind::allreduce || request.reduction == Reduction::adasum ||
       request.device != kOnHost || static_cast<int64_t>(input_bytes(request)) > most)

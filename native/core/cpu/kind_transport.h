@@ -3,6 +3,7 @@
 
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/cpu/shared_memory.h"
@@ -49,6 +50,9 @@ class KindTransport : public Transport {
                  all.data());
     return all;
   }
+
+  // The inputs and outputs of a broadcast. Copies the root's to its outputs.
+  std::pair<ByteCursor, ByteCursor> broadcast_tensors(const Request& request) const;
 
   // The tensors of an allreduce, if they are of one dtype, on the host and at most so many bytes,
   // so that it is faster if each rank sums all of them than if each sums a slice.

@@ -68,8 +68,7 @@ void MpiTransport::wait(MPI_Request request) {
   waiter_->wait(one, waiting_);
 }
 
-template <typename Exchange>
-void MpiTransport::wait(Exchange& exchange) {
+void MpiTransport::wait(InterHostExchange& exchange) {
   MpiWaiter::Wait wait(*waiter_, waiting_);
   while (!exchange.done()) wait.turn(exchange.advance());
 }
@@ -98,12 +97,11 @@ bool MpiTransport::is_brief(const Request& request) {
 
 void MpiTransport::propose(const Proposal& mine, const Request* next) {
   waiter_->next_step();
-  ProposalExchange::Message message;
-  message.summary = Summary(mine, rank_);
   along_ = next ? small_group(*next, ProposalExchange::most_along(size())) : std::nullopt;
   const int64_t bytes = along_ ? along_->in.left() : 0;
-  if (along_) along_->in.copy_to(message.along, bytes);
-  proposals_.start(message, bytes);
+  chunk_.resize(bytes);
+  if (along_) along_->in.copy_to(chunk_.data(), bytes);
+  proposals_.start(Summary(mine, rank_), chunk_.data(), bytes);
 }
 
 Agreement MpiTransport::agreed(const Summary& all, const Proposal& mine, const Waiting& waiting) {
@@ -241,12 +239,11 @@ std::string MpiTransport::reduce(const std::string& mine, const Combine& combine
 }
 
 void MpiTransport::broadcast(Request& request) {
+  broadcast_tensors(request);
   const int root = number_in_set(request.root);
   for (size_t i = 0; i < request.inputs.size(); ++i) {
-    const Input& input = request.inputs[i];
     char* out = static_cast<char*>(request.outputs[i]);
-    const int64_t bytes = static_cast<int64_t>(input.bytes());
-    if (rank_ == root && out != input.data && bytes > 0) std::memcpy(out, input.data, bytes);
+    const int64_t bytes = static_cast<int64_t>(request.inputs[i].bytes());
     for (int64_t start = 0; start < bytes; start += kPieceBytes) {
       MPI_Request sent;
       HVD_MPI(MPI_Ibcast(out + start, static_cast<int>(std::min(kPieceBytes, bytes - start)),

@@ -73,8 +73,7 @@ class MpiTransport : public KindTransport {
   void propose(const Proposal& mine, const Request* next);
 
   void wait(MPI_Request request);
-  template <typename Exchange>
-  void wait(Exchange& exchange);
+  void wait(InterHostExchange& exchange);
 
   const std::vector<int> ranks_;
   MPI_Comm communicator_;
