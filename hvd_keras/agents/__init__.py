@@ -69,6 +69,14 @@ class Call:
                 if got != wanted:
                     has = f"has {name} {got}" if got else f"has no {name}"
                     return f"{place['host']} (task {number}) {has}; expected {wanted}, as here"
+        by_address: dict[str, Mapping[str, Any]] = {}
+        for place in places:
+            other = by_address.setdefault(place["address"], place)
+            if other["container"] != place["container"]:  # all ranks would run in the first one
+                return (
+                    f"the containers {other['host']} and {place['host']} share the address "
+                    f"{place['address']}; give each container a separate one"
+                )
         return ""
 
     def start(
@@ -123,6 +131,7 @@ class Agent:
             "address": self._address,
             "port": int(self._port),
             "host": socket.gethostname(),
+            "container": [socket.gethostname(), os.readlink("/proc/self/ns/mnt")],
             "versions": versions(),
             "has_directory": Path(self._call.directory).is_dir(),
         }

@@ -70,7 +70,7 @@ def on_leader_alone(
     # What a class that derives from one of Keras's adds to it runs on all ranks. An instance keeps
     # its state and its own methods; only the hooks of Keras's class are empty.
     with contextlib.ExitStack() as stack:
-        for callback in callbacks:
+        for callback in {id(callback): callback for callback in callbacks}.values():
             cls: Any = type(callback)
             if isinstance(callback, _WRITERS) and process_set.rank() != 0:
                 stack.callback(setattr, callback, "__class__", cls)

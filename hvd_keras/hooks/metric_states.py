@@ -235,9 +235,9 @@ def _results_from(state: MetricState, values: list[Any]) -> dict[str, Any]:
     """Compute the results from these values; afterwards the metric's variables are as before."""
     metric = state.metric
     before = [variable.numpy() for variable in metric.variables]
-    for variable, value in zip(metric.variables, values, strict=True):
-        variable.assign(value)
     try:
+        for variable, value in zip(metric.variables, values, strict=True):
+            variable.assign(value)
         result = metric.result()
         return numbers(result if isinstance(result, dict) else dict.fromkeys(state.results, result))
     finally:

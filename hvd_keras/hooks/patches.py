@@ -34,13 +34,14 @@ def install() -> None:
     """
     if is_legacy:
         rows = _legacy_rows()
-        keras.optimizers.legacy.Optimizer.build = legacy_keras.build  # which it did not have
     else:
         rows = _rows()
         _require_what_is_read()
     for owner, attribute, reason, _ in rows:
         require(owner, attribute, reason)
     # All rows are there, so nothing is left half patched.
+    if is_legacy:
+        keras.optimizers.legacy.Optimizer.build = legacy_keras.build  # which it did not have
     for owner, attribute, _, new in rows:
         replace(owner, attribute, new)
     log.logger.debug("%d attributes of Keras were changed", len(rows))

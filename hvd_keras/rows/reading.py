@@ -198,6 +198,8 @@ def like(array: Any) -> Any:
 
 def as_fit_casts(array: Any) -> Any:
     """Return the array with the dtype to which Keras's ``fit`` casts it."""
+    if array.dtype.kind == "U":  # which TensorFlow takes for ASCII
+        return array.astype(object)
     floatx = agree.numpy_dtype(keras.backend.floatx())
     is_floating = array.dtype.kind == "f" or array.dtype.name == "bfloat16"
     return array.astype(floatx, copy=False) if is_floating else array

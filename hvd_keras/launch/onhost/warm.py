@@ -193,7 +193,8 @@ def _keep(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
         assert found is not None
         over.set()
         sign = 1 if found.si_code == os.CLD_EXITED else -1
-        connection.sendall(_STATUS.pack(sign * found.si_status))
+        with contextlib.suppress(OSError):  # the worker has died
+            connection.sendall(_STATUS.pack(sign * found.si_status))
 
     with contextlib.suppress(OSError):
         os.setpgid(process, process)  # the worker may send the group a signal at once

@@ -153,7 +153,7 @@ class Worker:
         """Check what must be polled: hvdrun's host, mpirun's daemon; and show hvdrun our life."""
         for turn in itertools.count():
             await asyncio.sleep(WORKER_CHECK)
-            self._changed.set()  # `warm.Child.poll` continues a stopped server
+            self._changed.set()  # `warm.Child.poll` continues a stopped keeper
             if not self._hvdrun_gone and silence(self._connection.socket) > SILENCE:
                 self._lose_hvdrun()
             if os.getppid() != self._parent and not self._stopped:
