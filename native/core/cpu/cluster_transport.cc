@@ -258,10 +258,8 @@ void ClusterTransport::allreduce(Request& request) {
         },
         [&](uint64_t chunk) { start_inter_host(request, group.dtype, elements(chunk), chunk); },
         [&](uint64_t chunk) {
-          for (int c = 0; c < leaders_; ++c) {
-            const int64_t n = elements(chunk), begin = n * c / leaders_ * width;
-            group.out.copy_from(slot(c, chunk) + begin, n * (c + 1) / leaders_ * width - begin);
-          }
+          each_slice(chunk, leaders_, elements(chunk), width,
+                     [&](int, char* slice, int64_t bytes) { group.out.copy_from(slice, bytes); });
         });
   }
 }
@@ -281,14 +279,9 @@ void ClusterTransport::broadcast(Request& request) {
   const int leaders = total < kMessageBytes ? 1 : leaders_;
   int root_host = 0;
   while (partner(root, root_host) != root) ++root_host;
-  // Calls for each slice: where it is, and how many bytes it has.
   const auto slices = [&, first = chunks_](uint64_t chunk, const auto& call) {
     const int64_t before = static_cast<int64_t>(chunk - first) * chunk_bytes_;
-    const int64_t bytes = std::min(chunk_bytes_, total - before);
-    for (int c = 0; c < leaders; ++c) {
-      const int64_t begin = bytes * c / leaders;
-      call(c, slot(c, chunk) + begin, bytes * (c + 1) / leaders - begin);
-    }
+    each_slice(chunk, leaders, std::min(chunk_bytes_, total - before), 1, call);
   };
   in_chunks((total + chunk_bytes_ - 1) / chunk_bytes_, leaders,
             [&, &in = in](uint64_t chunk) {

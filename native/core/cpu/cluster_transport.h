@@ -88,6 +88,15 @@ class ClusterTransport : public KindTransport {
     KindTransport::make_room(*memory_, bytes, full_chunk_bytes_, &chunk_bytes_);
   }
 
+  // Calls for each leader's slice of a chunk of so many elements: where it is, and its bytes.
+  template <typename Call>
+  void each_slice(uint64_t chunk, int leaders, int64_t elements, int64_t width, const Call& call) {
+    for (int c = 0; c < leaders; ++c) {
+      const int64_t begin = elements * c / leaders * width;
+      call(c, slot(c, chunk) + begin, elements * (c + 1) / leaders * width - begin);
+    }
+  }
+
   template <typename Pack, typename Start, typename Unpack>
   void in_chunks(int64_t count, int leaders, const Pack& pack, const Start& start,
                  const Unpack& unpack);

@@ -239,11 +239,12 @@ std::string MpiTransport::reduce(const std::string& mine, const Combine& combine
 }
 
 void MpiTransport::broadcast(Request& request) {
-  broadcast_tensors(request);
   const int root = number_in_set(request.root);
   for (size_t i = 0; i < request.inputs.size(); ++i) {
+    const Input& input = request.inputs[i];
     char* out = static_cast<char*>(request.outputs[i]);
-    const int64_t bytes = static_cast<int64_t>(request.inputs[i].bytes());
+    const int64_t bytes = static_cast<int64_t>(input.bytes());
+    if (rank_ == root && out != input.data && bytes > 0) std::memcpy(out, input.data, bytes);
     for (int64_t start = 0; start < bytes; start += kPieceBytes) {
       MPI_Request sent;
       HVD_MPI(MPI_Ibcast(out + start, static_cast<int>(std::min(kPieceBytes, bytes - start)),
