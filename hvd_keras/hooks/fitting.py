@@ -5,6 +5,7 @@ equal. When ``fit`` returns, the files that one rank has written are there for a
 """
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,10 +21,12 @@ from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.runtime.reductions import Adasum, Average
 from hvd_keras.saving import background
 
+_signature = functools.cache(inspect.signature)
+
 
 def fit(backend: Any, fit_alone: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``keras.Model.fit``; ``backend`` has what depends on it, as ``tensorflow_fits``."""
-    signature = inspect.signature(fit_alone)
+    signature = _signature(fit_alone)
     with contextlib.ExitStack() as stack:
         stack.enter_context(agree.within(missing_calls.in_fit, True))
         if not rank_info.is_initialized():
@@ -120,7 +123,7 @@ def evaluate(
 
     Callbacks write on the first rank only.
     """
-    signature = inspect.signature(evaluate_alone)
+    signature = _signature(evaluate_alone)
     is_predict = "return_dict" not in signature.parameters
     given = kwargs.get("callbacks")
     if given is None and args:
