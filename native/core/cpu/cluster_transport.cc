@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <functional>
 #include <stdexcept>
 
 #include "core/cpu/mpi_wait.h"
@@ -28,38 +27,8 @@ constexpr int64_t kSmallBytes = 4096;
 // For what ranks of a host tell each other of an agreement.
 constexpr int64_t kSharedBytes = 20 << 10;
 
-// With more ranks, a piece for each would be a short message; those of MpiTransport are longer.
-constexpr int kManyRanks = 256;
-
-// Differs from the tag of MpiTransport's messages.
-constexpr int kTag = 1;
-
 // Differs from those of chunks.
 constexpr int kAgreementTag = 1000;
-
-// The messages of one chunk between this rank and its partners on other hosts. Each pair of ranks
-// has one message per chunk at most, in the order of the chunks, so that one tag is enough.
-class ChunkMessages : public InterHostExchange {
- public:
-  // `bytes`: of memory that lasts as long as the messages.
-  ChunkMessages(MPI_Comm all, int64_t bytes) : InterHostExchange(all), memory_(bytes) {}
-
-  using Messages::receive;
-  using Messages::send;
-
-  char* memory() { return memory_.data(); }
-  void when_complete(std::function<void()> then) { then_ = std::move(then); }
-
-  bool advance() override {
-    if (done_ || !all_complete()) return false;
-    if (then_) then_();
-    return done_ = true;
-  }
-
- private:
-  std::vector<char> memory_;
-  std::function<void()> then_;
-};
 
 }  // namespace
 
@@ -205,9 +174,8 @@ char* ClusterTransport::slot(int local_rank, uint64_t chunk) const {
 //   start   when all ranks of this host have packed; by the first `leaders` of them. Starts the
 //           messages between hosts, if pack has not
 //   unpack  when the messages of all leaders of this host are complete
-template <typename Pack, typename Start, typename Unpack>
-void ClusterTransport::in_chunks(int64_t count, int leaders, const Pack& pack, const Start& start,
-                                 const Unpack& unpack) {
+void ClusterTransport::in_chunks(int64_t count, int leaders, const EachChunk& pack,
+                                 const EachChunk& start, const EachChunk& unpack) {
   HostCounters& counters = memory_->counters();
   uint64_t packed = chunks_, started = chunks_, complete = chunks_, unpacked = chunks_;
   const uint64_t end = chunks_ += count;
@@ -340,143 +308,7 @@ void ClusterTransport::start_inter_host(const Request& request, DType dtype, int
 }
 
 void ClusterTransport::start_inter_host(const Slice& slice, uint64_t chunk) {
-  in_flight_.push_back(new_inter_host_allreduce(algorithm_, across_, slice,
-                                                static_cast<int>(2 * (chunk % kWindow))));
-}
-
-// The rank of a host that exchanges with a rank; on its own host that rank itself.
-int ClusterTransport::partner(int rank, int host) const {
-  const std::vector<int>& there = by_host_[host];
-  return there[place_[rank] % there.size()];
-}
-
-// The ranks whose partner on this host is a rank of it, that rank included.
-std::vector<int> ClusterTransport::partners(int local_rank) const {
-  const std::vector<int>& here = by_host_[host_];
-  std::vector<int> found;
-  for (int r = 0; r < size(); ++r)
-    if (partner(r, host_) == here[local_rank]) found.push_back(r);
-  return found;
-}
-
-// Chunk by chunk, each with a piece for each rank:
-//
-//   pack    this rank's pieces ──> its slot
-//   reduce  the host's slots ──> the host's sum of a piece, by the partner of its owner, who sends
-//           it there
-//   reduce  the hosts' sums ──> output, by the owner, in the hosts' order: the bits of an allreduce
-//           by direct messages
-void ClusterTransport::reducescatter(const Request& request, size_t i) {
-  if (size() > kManyRanks) return mpi_->reducescatter(request, i);
-  const DType dtype = request.inputs[i].dtype;
-  const int64_t width = size_of(dtype);
-  const std::vector<int64_t> begin = scattered(request.inputs[i], size());
-  const char* in = static_cast<const char*>(request.inputs[i].data);
-  char* out = static_cast<char*>(request.outputs[i]);
-  make_room(begin[1] * size());  // rank 0 gets the most rows
-  const int64_t room = chunk_bytes_ / size() / kWidest * kWidest;
-  const auto start = [&, first = chunks_](uint64_t chunk) {
-    return static_cast<int64_t>(chunk - first) * room;
-  };
-  const auto length = [&](int r, uint64_t chunk) {
-    return std::clamp<int64_t>(begin[r + 1] - begin[r] - start(chunk), 0, room);
-  };
-  const std::vector<int> owners = partners(local_rank_);
-  const std::pair<Factors, Factors> factors = factors_of_stages(request, dtype, Allreduce::direct);
-
-  std::vector<const void*> sources(local_size_), of_hosts(hosts_);
-
-  // A piece for each host's sum of this rank's, and one for each other owner.
-  const auto exchange = [&](uint64_t chunk) {
-    auto messages = std::make_unique<ChunkMessages>(
-        mpi_->communicator(), room * static_cast<int64_t>(hosts_ + owners.size() - 1));
-    char* const sums = messages->memory();
-    const int64_t mine = length(rank(), chunk);
-    for (int h = 0; h < hosts_; ++h)
-      if (h != host_) messages->receive(sums + h * room, mine, partner(rank(), h), kTag);
-    int64_t place = hosts_;
-    for (int owner : owners) {
-      for (int r = 0; r < local_size_; ++r) sources[r] = slot(r, chunk) + owner * room;
-      char* const sum = sums + (owner == rank() ? host_ : place++) * room;
-      const int64_t bytes = length(owner, chunk);
-      loops().reduce(dtype, request.reduction, factors.first, sources.data(), local_size_,
-                     bytes / width, sum);
-      if (owner != rank()) messages->send(sum, bytes, owner, kTag);
-    }
-    messages->when_complete([&, sums, mine, chunk] {
-      for (int h = 0; h < hosts_; ++h) of_hosts[h] = sums + h * room;
-      if (mine > 0)
-        loops().reduce(dtype, request.reduction, factors.second, of_hosts.data(), hosts_,
-                       mine / width, out + start(chunk));
-    });
-    in_flight_.push_back(std::move(messages));
-  };
-
-  in_chunks((begin[1] + room - 1) / room, local_size_,
-            [&](uint64_t chunk) {
-              for (int r = 0; r < size(); ++r) {
-                if (const int64_t bytes = length(r, chunk); bytes > 0)
-                  std::memcpy(slot(local_rank_, chunk) + r * room, in + begin[r] + start(chunk),
-                              bytes);
-              }
-            },
-            exchange, [](uint64_t) {});
-}
-
-// Chunk by chunk, each with a piece of each rank:
-//
-//   pack    this rank's piece ──> its slot and its partners' on other hosts, so that each host
-//           gets each piece once
-//   unpack  the host's slots ──> output
-void ClusterTransport::gather_tensor(const void* mine, const std::vector<int64_t>& sizes,
-                                     void* all) {
-  if (size() > kManyRanks) return mpi_->gather_bytes(mine, sizes, all);
-  const int64_t longest = *std::max_element(sizes.begin(), sizes.end());
-  // The pieces in the fullest slot: that of the first rank of the smallest host.
-  int64_t pieces = 0;
-  for (const std::vector<int>& host : by_host_)
-    pieces += (static_cast<int64_t>(host.size()) + leaders_ - 1) / leaders_;
-  make_room(longest * pieces);
-  const int64_t room = chunk_bytes_ / pieces / kWidest * kWidest;
-  const auto start = [&, first = chunks_](uint64_t chunk) {
-    return static_cast<int64_t>(chunk - first) * room;
-  };
-  const auto length = [&](int r, uint64_t chunk) {
-    return std::clamp<int64_t>(sizes[r] - start(chunk), 0, room);
-  };
-  std::vector<int64_t> begin(size(), 0);
-  for (int r = 1; r < size(); ++r) begin[r] = begin[r - 1] + sizes[r - 1];
-  std::vector<std::vector<int>> in_slot;  // whose pieces, by rank of this host
-  for (int c = 0; c < local_size_; ++c) in_slot.push_back(partners(c));
-
-  const auto exchange = [&](uint64_t chunk) {
-    auto messages = std::make_unique<ChunkMessages>(mpi_->communicator(), 0);
-    char* place = slot(local_rank_, chunk);
-    for (int r : in_slot[local_rank_]) {
-      const int64_t bytes = length(r, chunk);
-      if (r != rank()) {
-        messages->receive(place, bytes, r, kTag);
-      } else if (bytes > 0) {
-        std::memcpy(place, static_cast<const char*>(mine) + start(chunk), bytes);
-        for (int h = 0; h < hosts_; ++h)
-          if (h != host_) messages->send(place, bytes, partner(rank(), h), kTag);
-      }
-      place += room;
-    }
-    in_flight_.push_back(std::move(messages));
-  };
-
-  in_chunks((longest + room - 1) / room, local_size_, exchange, [](uint64_t) {},
-            [&](uint64_t chunk) {
-              for (int c = 0; c < local_size_; ++c) {
-                const char* piece = slot(c, chunk);
-                for (int r : in_slot[c]) {
-                  if (const int64_t bytes = length(r, chunk); bytes > 0)
-                    std::memcpy(static_cast<char*>(all) + begin[r] + start(chunk), piece, bytes);
-                  piece += room;
-                }
-              }
-            });
+  in_flight_.push_back(new_inter_host_allreduce(algorithm_, across_, slice, tag_of(chunk)));
 }
 
 }  // namespace hvd

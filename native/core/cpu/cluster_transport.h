@@ -13,12 +13,14 @@
 // ranks of a host. Counters in shared memory show each rank's progress.
 //
 // Agreements, with small sums, go the same way: through shared memory to the first rank of each
-// host, between these, and back. So do broadcasts. Reducescatter and allgather work likewise, too:
-// each rank has a partner on each other host, and each host sends its sum of a piece, or a piece,
-// once. Alltoall goes over MPI, from rank to rank.
+// host, between these, and back. So do broadcasts and small allgathers. Reducescatter and allgather
+// work likewise, too: each rank has a partner on each other host, and each host sends its sum of a
+// piece, or a piece, once. Alltoall goes over MPI, from rank to rank, but its numbers of rows from
+// host to host.
 #pragma once
 
 #include <deque>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -56,24 +58,19 @@ class ClusterTransport : public KindTransport {
   }
   void allreduce(Request& request) override;
   void broadcast(Request& request) override;
-  void gather_bytes(const void* mine, const std::vector<int64_t>& sizes, void* all) override {
-    mpi_->gather_bytes(mine, sizes, all);
-  }
   void exchange(const std::vector<Part>& sent, const std::vector<Part>& received) override {
     mpi_->exchange(sent, received);
   }
-  std::vector<int64_t> exchange_numbers(const std::vector<int64_t>& mine,
-                                        const Waiting& waiting) override {
-    return mpi_->exchange_numbers(mine, waiting);
-  }
-
   std::string reduce(const std::string& mine, const Combine& combine,
                      const Waiting& waiting) override {
     return mpi_->reduce(mine, combine, waiting);
   }
 
+  // In cluster_collectives.cc.
   void reducescatter(const Request& request, size_t i) override;
-  void gather_tensor(const void* mine, const std::vector<int64_t>& sizes, void* all) override;
+  void gather_bytes(const void* mine, const std::vector<int64_t>& sizes, void* all) override;
+  std::vector<int64_t> exchange_numbers(const std::vector<int64_t>& mine,
+                                        const Waiting& waiting) override;
 
  private:
   struct Shared;
@@ -97,9 +94,11 @@ class ClusterTransport : public KindTransport {
     }
   }
 
-  template <typename Pack, typename Start, typename Unpack>
-  void in_chunks(int64_t count, int leaders, const Pack& pack, const Start& start,
-                 const Unpack& unpack);
+  using EachChunk = std::function<void(uint64_t)>;
+  void in_chunks(int64_t count, int leaders, const EachChunk& pack, const EachChunk& start,
+                 const EachChunk& unpack);
+  // Of messages between `across_`, and the tag after it.
+  static int tag_of(uint64_t chunk) { return static_cast<int>(2 * (chunk % kWindow)); }
   std::pair<Factors, Factors> factors_of_stages(const Request& request, DType dtype,
                                                 Allreduce algorithm) const;
   void start_inter_host(const Request& request, DType dtype, int64_t elements, uint64_t chunk);

@@ -115,33 +115,6 @@ struct Groups {
   int hosts, columns, count;
 };
 
-// After the terms of all have been gathered, each host adds them, in the hosts' order.
-class Gathered : public ProposalExchange {
- public:
-  Gathered(MPI_Comm hosts, const Slice& slice, int tag)
-      : ProposalExchange(hosts, tag), slice_(slice), hosts_(ranks_in(hosts)) {
-    start({}, slice.data, slice.elements * size_of(slice.dtype));
-    if (done()) add();
-  }
-
-  bool advance() override {
-    if (!ProposalExchange::advance()) return false;
-    if (done()) add();
-    return true;
-  }
-
- private:
-  void add() {
-    std::vector<const void*> terms;
-    for (int h = 0; h < hosts_; ++h) terms.push_back(along(h));
-    loops().reduce(slice_.dtype, slice_.reduction, slice_.factors, terms.data(), hosts_,
-                   slice_.elements, slice_.data);
-  }
-
-  const Slice slice_;
-  const int hosts_;
-};
-
 }  // namespace
 
 ProposalExchange::ProposalExchange(MPI_Comm hosts, int tag)
@@ -221,13 +194,34 @@ void ProposalExchange::step() {
   done_ = step == levels + (stands_for_another ? 2 : 1);
 }
 
+Gathered::Gathered(MPI_Comm hosts, const char* mine, int64_t bytes, int tag, Then then)
+    : ProposalExchange(hosts, tag), then_(std::move(then)) {
+  start({}, mine, bytes);
+  if (done()) then_(*this);
+}
+
+bool Gathered::advance() {
+  const bool progressed = ProposalExchange::advance();
+  if (progressed && done()) then_(*this);
+  return progressed;
+}
+
 // A grid is the direct exchange within groups of hosts, and of their sums between groups: four
 // latencies, and some 4 sqrt(H) messages to as many hosts in place of 2(H - 1). Where groups differ
 // in size, their leaders move up to (1 + 1/(2 sqrt(H))) times the least bytes.
 std::unique_ptr<InterHostExchange> new_inter_host_allreduce(Allreduce algorithm, MPI_Comm hosts,
                                                             const Slice& slice, int tag) {
   const int host = rank_in(hosts), count = ranks_in(hosts);
-  if (is_gathered(slice, count)) return std::make_unique<Gathered>(hosts, slice, tag);
+  if (is_gathered(slice, count)) {
+    const auto add = [slice, count](const Gathered& gathered) {
+      std::vector<const void*> terms;
+      for (int h = 0; h < count; ++h) terms.push_back(gathered.along(h));
+      loops().reduce(slice.dtype, slice.reduction, slice.factors, terms.data(), count,
+                     slice.elements, slice.data);
+    };
+    return std::make_unique<Gathered>(hosts, slice.data, slice.elements * size_of(slice.dtype), tag,
+                                      add);
+  }
   if (algorithm != Allreduce::grid)
     return std::make_unique<Direct>(hosts, range(0, count), slice, tag);
   const Groups groups(count);

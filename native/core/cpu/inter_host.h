@@ -7,6 +7,7 @@
 #include <mpi.h>
 
 #include <algorithm>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -102,6 +103,18 @@ class ProposalExchange : public InterHostExchange {
   int64_t along_ = 0;
   int step_ = 0;
   bool started_ = false;
+};
+
+// Of bytes that all hosts have, the same number from each and at most kGatheredBytes of all: calls
+// `then` when those of all hosts are along().
+class Gathered : public ProposalExchange {
+ public:
+  using Then = std::function<void(const Gathered&)>;
+  Gathered(MPI_Comm hosts, const char* mine, int64_t bytes, int tag, Then then);
+  bool advance() override;
+
+ private:
+  const Then then_;
 };
 
 // Whether all hosts add all terms, in the hosts' order, whatever the algorithm.

@@ -59,7 +59,7 @@ Status KindTransport::run(Request& request, const Waiting& waiting) {
   }
   for (size_t i = 0; i < request.inputs.size(); ++i) {
     if (request.kind == Kind::allgather) {
-      gather_tensor(request.inputs[i].data, layout.gathered[i], request.outputs[i]);
+      gather_bytes(request.inputs[i].data, layout.gathered[i], request.outputs[i]);
     } else {
       reducescatter(request, i);
     }
@@ -93,8 +93,9 @@ void KindTransport::make_room(SharedMemory& memory, int64_t bytes, int64_t whole
                               int64_t* committed) {
   if (bytes <= *committed || asked_for_room_) return;
   asked_for_room_ = true;
-  const auto failed = share_numbers<int64_t>({memory.commit() ? 0 : 1});
-  if (std::count(failed.begin(), failed.end(), 0) == size()) {
+  Proposal failed;
+  failed.fingerprint = memory.commit() ? 0 : 1;
+  if (agree(failed, nullptr, waiting_)->most == 0) {
     *committed = whole;
   } else if (rank() == 0) {
     log(LogLevel::warning,

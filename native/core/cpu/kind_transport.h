@@ -32,11 +32,8 @@ class KindTransport : public Transport {
   // Of one input, whose output is allocated.
   virtual void reducescatter(const Request& request, size_t i) = 0;
 
-  // Allgather of bytes; `sizes`, by rank, are known to all. That of tensors may have another way.
+  // Allgather of bytes; `sizes`, by rank, are known to all.
   virtual void gather_bytes(const void* mine, const std::vector<int64_t>& sizes, void* all) = 0;
-  virtual void gather_tensor(const void* mine, const std::vector<int64_t>& sizes, void* all) {
-    gather_bytes(mine, sizes, all);
-  }
 
   // Alltoall.
   virtual void exchange(const std::vector<Part>& sent, const std::vector<Part>& received) = 0;

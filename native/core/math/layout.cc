@@ -103,12 +103,12 @@ Status lay_out(Request& request, Transport& transport, const Waiting& waiting, L
   } else {
     status = lay_out_scattered(request, transport.rank(), size);
   }
-  const std::vector<int64_t> failed = transport.gather_numbers({status.ok() ? 0 : 1}, waiting);
-  const auto other = std::find(failed.begin(), failed.end(), 1);
-  if (!status.ok() || other == failed.end()) return status;
-  return Status::error(Code::aborted,
-                       "rank " + std::to_string(transport.ranks()[other - failed.begin()]) +
-                           " could not allocate the output of " + identity(request));
+  Proposal failed;
+  if (!status.ok()) failed.fingerprint = transport.rank() + 1;
+  const Agreement all = *transport.agree(failed, nullptr, waiting);
+  if (!status.ok() || all.most == 0) return status;
+  return Status::error(Code::aborted, "rank " + std::to_string(transport.ranks()[all.most - 1]) +
+                                          " could not allocate the output of " + identity(request));
 }
 
 void copy_own(const std::vector<Part>& sent, const std::vector<Part>& received, int rank) {

@@ -41,7 +41,8 @@ constexpr Case kCases[] = {
     {"allreduce of 4 B", Kind::allreduce, 1},
     {"allreduce of 64 KiB", Kind::allreduce, 16 << 10},
     {"broadcast of 4 KiB", Kind::broadcast, 1 << 10},
-    {"allgather", Kind::allgather, 16},
+    {"allgather of 4 B", Kind::allgather, 1},
+    {"allgather of 64 B", Kind::allgather, 16},
     {"reducescatter", Kind::reducescatter, 0, 4, "each rank sends its part to each other"},
     {"alltoall", Kind::alltoall, 0, 1, "each rank has something for each other"},
     {"waiting for a late rank", Kind::allreduce, 1},
@@ -50,12 +51,13 @@ constexpr Case kCases[] = {
 };
 
 // What a rank must get or send, in bytes. Of small sums it gets the terms of all hosts, in one
-// agreement or several: other ways take many more messages.
+// agreement or several: other ways take many more messages. Before an allgather it gets the numbers
+// of rows. A host that stands for one beyond a power of two sends all that is gathered to it, too.
 uint64_t least_bytes(const Case& of, int ranks) {
   const uint64_t bytes = 4 * (of.rows + of.of_each * ranks);
   const uint64_t terms = bytes * ((ranks - 1) / kPerHost + 1);
   if (of.kind == Kind::allreduce && terms <= kGatheredBytes) return 2 * bytes + 3 * terms;
-  return of.kind == Kind::allgather   ? bytes * ranks
+  return of.kind == Kind::allgather   ? (bytes + 8) * ranks * 3 / 2
          : of.kind == Kind::allreduce ? 2 * bytes
                                       : bytes;
 }

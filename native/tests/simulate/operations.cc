@@ -113,10 +113,17 @@ int start(MPI_Comm c, Operation begun, const void* in, int64_t bytes, MPI_Reques
   operation.sent[rank].assign(data, data + bytes);
   operation.requests[rank] = request;
   ++operation.begun;
+  // As Open MPI's nonblocking ones do: MPI_Iallgatherv sends to each other rank by itself.
   int steps = 0;
   while ((1 << steps) < size) ++steps;
-  const bool of_all = operation.kind.rfind("all", 0) == 0 && operation.kind != "allreduce";
-  count(steps, of_all ? bytes * (operation.kind == "alltoall" ? 1 : size) : bytes * steps);
+  if (!operation.counts.empty()) {
+    count(size - 1, bytes * (size - 1));
+  } else {
+    const bool gathers = operation.kind == "allgather";
+    count(steps, gathers                        ? bytes * size
+                 : operation.kind == "alltoall" ? bytes / 2 * steps
+                                                : bytes * steps);
+  }
   if (size > kManyRanks) {
     if (operation.begun < size) return code;
     simulation->at(simulation->now + kMillisecond, [&comm, number, size] {
