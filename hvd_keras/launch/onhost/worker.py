@@ -59,8 +59,13 @@ def memory_folder(job: str) -> str:
 
 
 def find_rank(environment: Mapping[str, str]) -> int:
-    """Return this process's rank, which mpirun has put into the environment."""
-    return int(next(environment[name] for name in RANK_VARIABLES if name in environment))
+    """Return this process's rank, which mpirun has put into the environment. Exits without one."""
+    if found := [environment[name] for name in RANK_VARIABLES if name in environment]:
+        return int(found[0])
+    raise SystemExit(
+        f"hvdrun: got no rank in the environment; expected one of {', '.join(RANK_VARIABLES)}, as "
+        "mpirun and srun set them; leave out the wrapper (--mpirun, --mpi-args) that removes them"
+    )
 
 
 def _folder_path() -> Path:
