@@ -109,9 +109,12 @@ async def place(spec: JobSpec, look: bool = True) -> Placement:
     wanted = await spec.wanted()
     if spec.is_local:
         return Placement(wanted, {"": {"host": socket.gethostname()}})
-    found = Placement(wanted, {})
-    if look or any(host.slots is None for host in wanted):
-        found, problems, away = await _look(spec, wanted, {})
+    found, asked = Placement(wanted, {}), wanted
+    if not look and all(host.slots for host in wanted):
+        here = [host for host in wanted if hosts.is_here(host.name)]
+        asked = here if len(here) > 1 else []  # `_look` refuses this host's second name
+    if asked:
+        found, problems, away = await _look(spec, asked, {})
         while away and look and time.monotonic() < limit:
             say_once(f"waiting for {', '.join(away)} (--wait-for-hosts)")
             await asyncio.sleep(limits.WAIT_AGAIN)

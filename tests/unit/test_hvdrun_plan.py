@@ -152,6 +152,7 @@ def test_the_command_in_an_allocation_of_slurm(hvdrun, given: bool) -> None:
         (["-H", "a:1,a:2"], "-H lists a twice; expected each host once"),
         (["-H", ","], "-H lists no host; expected for example server1:4"),
         (["-H", "localhost:1,127.0.0.1:1"], "or one entry if both are the same host"),
+        (["-H", "localhost:1,127.0.0.1:1", "--dry-run"], "entry if both are the same host"),
         (["-H", "a" * 64], f"-H got '{'a' * 64}'; expected a host name"),
         (["-H", "a[1-99999999]"], "-H got 'a[1-99999999]'; expected ranges such as server[1-8]:4"),
         (["-H", "a[2-1]"], "-H got 'a[2-1]'; expected ranges such as server[1-8]:4"),
