@@ -61,6 +61,7 @@ COMMANDS = {
 def fake(hvdrun, name: str, text: str) -> str:
     """A program that says this, in place of one that is not on every machine."""
     path = hvdrun.folder / name
+    path.parent.mkdir(exist_ok=True)
     path.write_text(f"#!/bin/sh\ncat << 'END'\n{text}\nEND\n")
     path.chmod(0o755)
     return str(path)
@@ -68,7 +69,7 @@ def fake(hvdrun, name: str, text: str) -> str:
 
 @pytest.mark.parametrize("engine", VERSIONS)
 def test_the_command_for_several_hosts(hvdrun, engine: str) -> None:
-    path = fake(hvdrun, "mpirun", VERSIONS[engine])
+    path = fake(hvdrun, "a=b/mpirun", VERSIONS[engine])
     options = ["--mpirun", path, "-np", "3", "-H", "server1:2,server2:4", "--dry-run"]
     options += ["--network-interface", "eth7", "--ssh-port", "2222", "--mpi-args", "--extra 'a b'"]
     options += ["--ssh-identity-file", hvdrun.script("", "my key")]
@@ -76,9 +77,10 @@ def test_the_command_for_several_hosts(hvdrun, engine: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     *settings, command, program = done.stdout.splitlines()
     root = "--allow-run-as-root " if os.geteuid() == 0 else ""
-    start = f"env -u TMPDIR {path}" if engine in ("MPICH", "Intel MPI") else path
-    expected = f"{start} -n 3 {COMMANDS[engine].replace('ROOT', root)}--extra 'a b' {PROGRAM}"
-    assert command == expected.replace("PYTHON", sys.executable)
+    start = 'sh -c \'unset TMPDIR; exec "$0" "$@"\' ' * (engine in ("MPICH", "Intel MPI"))
+    expected = f"{path} -n 3 {COMMANDS[engine].replace('ROOT', root)}--extra 'a b' {PROGRAM}"
+    assert command == start + expected.replace("PYTHON", sys.executable)
+    assert subprocess.check_output(command, shell=True, text=True) == f"{VERSIONS[engine]}\n"
     assert program == f"each rank: {sys.executable} -c 'print(1)'"
     ssh = (
         "JOB_DIRECTORY/ssh: exec ssh -x "

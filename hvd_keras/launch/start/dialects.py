@@ -171,7 +171,8 @@ class Hydra(Dialect):
             plan.settings["PATH"] = path_beside(self.path)
         plan.start_by(self.path, *words)
         if not plan.is_local:  # our TMPDIR would replace the one that the agent sets on each host
-            plan.command = ["env", "-u", "TMPDIR", *plan.command]
+            # env would take a path with "=" for a setting.
+            plan.command = ["sh", "-c", 'unset TMPDIR; exec "$0" "$@"', *plan.command]
 
 
 def path_beside(path: str) -> str:
