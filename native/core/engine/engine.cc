@@ -195,7 +195,8 @@ void Engine::serve(Entry entry) {
 
 // All but done().
 Status Engine::run(Entry& entry) {
-  note_progress();
+  const auto start = Clock::now();
+  note_progress(start);
   history_.flight().running(entry.record);
   Request& request = entry.request;
   const Collective& row = collective(request.kind);
@@ -207,7 +208,6 @@ Status Engine::run(Entry& entry) {
     uint64_t bytes = 0;
     for (const Input& input : request.inputs)
       bytes += elements(input.shape) * size_of(on_the_wire(request, input.dtype));
-    const auto start = Clock::now();
     all_or_abort([&] {
       status = transport_->run(request, [&](double seconds, const Missing& missing) -> std::string {
         return watch(seconds, [&] {

@@ -103,7 +103,7 @@ class Engine {
   std::string head_waits_for(const std::vector<int>& missing);
   std::string who(const std::vector<int>& missing) const;
   std::string watch(double seconds, const std::function<std::string()>& text);
-  void note_progress();
+  void note_progress(Clock::time_point now = Clock::now());
   double idle_seconds() const;
   double timeout() const;
 

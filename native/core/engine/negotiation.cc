@@ -209,8 +209,8 @@ std::string Engine::who(const std::vector<int>& missing) const {
   return text.empty() ? "at least one other rank" : text;
 }
 
-void Engine::note_progress() {
-  last_progress_ = Clock::now();
+void Engine::note_progress(Clock::time_point now) {
+  last_progress_ = now;
   idle_since_.reset();
   next_warning_ = settings_.stall_warning_seconds;
 }

@@ -69,17 +69,15 @@ Status Recorder::start_timeline(const std::string& path) {
   }
   rows_.clear();
   timeline_begun_ = Clock::now();
-  return file_.open(path);
+  const Status status = file_.open(path);
+  draws_ = file_.is_open();
+  return status;
 }
 
 void Recorder::stop_timeline() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (file_.is_open()) end_unless(file_.finish());
-}
-
-bool Recorder::draws() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return file_.is_open();
+  draws_ = false;
 }
 
 void Recorder::note_end() {
@@ -139,6 +137,7 @@ void Recorder::agreed(int process_set, const std::vector<int>& ranks, const Host
   uint64_t longer = agreement.waited - agreement.waited_least * ranks.size();
   if (ranks.size() > 1) longer /= ranks.size() - 1;
   const int last = longer < kTogetherNanoseconds ? -1 : ranks[agreement.last];
+  if (last < 0 && !draws_) return;
 
   std::lock_guard<std::mutex> lock(mutex_);
   if (last >= 0) {
@@ -213,18 +212,18 @@ void Recorder::end_unless(const Status& status) {
   if (status.ok()) return;
   log(LogLevel::error, "the timeline ends here: " + status.message);
   file_.close();
+  draws_ = false;
 }
 
 void History::served(const std::string& kind, const std::string& name, uint64_t bytes,
                      Clock::time_point submitted, Clock::time_point start) {
-  const Served request{kind,  name,        bytes, std::min(std::max(submitted, free_since_), start),
-                       start, Clock::now()};
+  const Served& request = since_.emplace_back(Served{
+      kind, name, bytes, std::min(std::max(submitted, free_since_), start), start, Clock::now()});
   free_since_ = request.end;
   recorder_->served(request);
   past_.waited_ns += nanoseconds(request.start - request.ready);
   past_.ran_ns += nanoseconds(request.end - request.start);
   past_.bytes += bytes;
-  since_.push_back(request);
 }
 
 void History::agreed(const Agreement& agreement) {

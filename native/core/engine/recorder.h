@@ -51,7 +51,7 @@ class Recorder {
   Status start_timeline(const std::string& path);
   void stop_timeline();
   // Whether it is being written.
-  bool draws();
+  bool draws() const { return draws_; }
 
   // Counters as JSON, see docs/observing.md.
   std::string stats();
@@ -102,6 +102,7 @@ class Recorder {
   std::map<std::string, Counters> kinds_;
   std::map<int, Lateness> ranks_;
   TraceFile file_;
+  std::atomic<bool> draws_{false};  // whether it is open; read without the mutex
   Clock::time_point timeline_begun_{};
   // By rank and process set: the end of the last slice in the timeline.
   std::map<std::pair<int, int>, Clock::time_point> rows_;
