@@ -77,6 +77,12 @@ MUTANTS = (
         "unpacked < counters.least(HostCounters::reduced, leaders)",
         "unpacked < complete",
     ),
+    (
+        f"{CPU}/cluster_collectives.cc",
+        "place_[r] * local_size_ + local_rank_",
+        "local_rank_ * local_size_ + place_[r]",
+    ),
+    (f"{CPU}/cluster_collectives.cc", "in_slot[0].resize((h + 1) * most_local_, -1);", ""),
     (f"{CPU}/cluster_transport.cc", "&failed, 1, MPI_INT, MPI_MAX", "&failed, 1, MPI_INT, MPI_MIN"),
     (f"{CPU}/inter_host.cc", "beyond_.empty() ? slice_.factors : Factors()", "slice_.factors"),
     (f"{CPU}/inter_host.cc", "if (between_->done()) gather();", ""),

@@ -197,7 +197,6 @@ void ProposalExchange::step() {
 Gathered::Gathered(MPI_Comm hosts, const char* mine, int64_t bytes, int tag, Then then)
     : ProposalExchange(hosts, tag), then_(std::move(then)) {
   start({}, mine, bytes);
-  if (done()) then_(*this);
 }
 
 bool Gathered::advance() {
