@@ -226,17 +226,28 @@ def _members(comm: Any) -> tuple[list[int], int | None]:
 
 def _refuse_lonely_world() -> None:
     """Raise if a launcher started several processes, but each is alone in its MPI's world."""
-    launcher, variable, count = settings.launched()
-    if count == 1 or rank_info.size() > 1:
+    if rank_info.size() > 1:
         return
-    mpi = libraries.core().hvd_mpi_file().decode()
+    launcher, variable, count = settings.launched()
+    why = (
+        f"their MPI, {libraries.core().hvd_mpi_file().decode()}, is another one. Start the script "
+        "with hvdrun, which takes the mpirun of that MPI, or set HVD_MPI_LIBRARY to the library of "
+        "your launcher's MPI; with srun, pass --mpi=pmix for Open MPI and --mpi=pmi2 for MPICH. If "
+        f"this process is to train alone, unset {variable}."
+    )
+    if not variable:
+        launcher, count = "hvdrun", settings.launched_above()
+        why = (
+            "what hvdrun starts (env -i, sudo, a script) removes MPI's variables. Let it keep all "
+            "that begin with OMPI_, PMI, SLURM_ or HVD. If this process is to train alone, call "
+            "hvd.init(comm=[0])."
+        )
+    if count == 1:
+        return
     _leave("it is alone in its MPI's world", _ERROR_SECONDS)
     raise RuntimeError(
         f"hvd.init: {launcher} started {count} processes, but each is alone in its MPI's world, "
-        f"because their MPI, {mpi}, is another one. Start the script with hvdrun, which takes the "
-        "mpirun of that MPI, or set HVD_MPI_LIBRARY to the library of your launcher's MPI; with "
-        "srun, pass --mpi=pmix for Open MPI and --mpi=pmi2 for MPICH. If this process is to train "
-        f"alone, unset {variable}."
+        f"because {why}"
     )
 
 

@@ -12,6 +12,7 @@ import pathlib
 import re
 import socket
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 #: What `tell_hvdrun` marks: the program uses hvd_keras, so it should call `hvd.init()`;
@@ -160,16 +161,39 @@ _LAUNCHERS = (
 )
 
 
-def launched() -> tuple[str, str, int]:
+def launched(environment: Mapping[str, str] = os.environ) -> tuple[str, str, int]:
     """The launcher that has started this process, and the variable that says how many it started.
 
     Returns:
         The launcher in words, the variable's name and its value; without one, "", "" and 1.
     """
     for launcher, name, _ in _LAUNCHERS:
-        if (text := os.environ.get(name, "")).isdecimal():
+        if (text := environment.get(name, "")).isdecimal():
             return launcher, name, int(text)
     return "", "", 1
+
+
+def launched_above() -> int:
+    """Return of how many ranks hvdrun has started this process as one, whatever its environment.
+
+    1 if hvdrun has not, or a process that uses hvd_keras is between: that one is the rank.
+    """
+    process = os.getppid()
+    with contextlib.suppress(OSError):  # another user's process, or no Linux
+        while process > 1:
+            folder = pathlib.Path(f"/proc/{process}")
+            if b"/libhvd_core.so" in (folder / "maps").read_bytes():
+                break  # the rank
+            if "HVDRUN_SECRET" in (found := _first_environment(folder)):  # hvdrun's worker
+                return launched(found)[2]
+            process = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+    return 1
+
+
+def _first_environment(folder: pathlib.Path) -> dict[str, str]:
+    """Return the environment that the process of this folder of /proc was started with."""
+    entries = os.fsdecode((folder / "environ").read_bytes()).split("\0")
+    return {name: value for name, _, value in (entry.partition("=") for entry in entries)}
 
 
 def is_launched() -> bool:
@@ -231,10 +255,7 @@ def tell_imports() -> None:
     """Tell hvdrun, if it wants to know, what a later start of this rank may have ready."""
     if "HVDRUN_WARM" not in os.environ:
         return
-    first = {}  # the environment that this process was started with
-    for entry in pathlib.Path("/proc/self/environ").read_bytes().split(b"\0"):
-        name, _, value = os.fsdecode(entry).partition("=")
-        first[name] = value
+    first = _first_environment(pathlib.Path("/proc/self"))
     now = dict(os.environ)
     changes = {k: now.get(k) for k in {*first, *now} - {""} if now.get(k) != first.get(k)}
     packages = {"tensorflow", "torch", "keras", "tf_keras", "hvd_keras"}

@@ -5,6 +5,8 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 from tests.harness import ranks
 
 
@@ -164,3 +166,38 @@ def test_another_backend_of_keras_is_named() -> None:
     )
     assert job.returncode != 0
     assert "hvd_keras needs the TensorFlow or PyTorch backend of Keras, and jax is" in job.stderr
+
+
+# Its child is outside of the job: it has no variable of hvdrun or MPI.
+ALONE = """\
+import os, subprocess, sys
+import hvd_keras as hvd
+hvd.init()
+print("size", hvd.size(), flush=True)
+if "HVDRUN_JOB" in os.environ:
+    home = {"HOME": os.environ["HOME"]}  # Open MPI needs it
+    subprocess.run([sys.executable, __file__], env=home, check=True)
+"""
+
+EMPTY = f"env -i HOME={pathlib.Path.home()}"
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize(
+    ("size", "wrapper", "told"),
+    [
+        (2, f"exec {EMPTY}", ""),
+        (2, f"{EMPTY} HVDRUN_TELL=$HVDRUN_TELL", ""),
+        (1, f"exec {EMPTY}", "[0] size 1\n"),
+        (2, "", "[0] size 1\n[0] size 2\n[1] size 1\n[1] size 2\n"),
+    ],
+    ids=["empty", "below a shell", "one rank", "outside"],
+)
+def test_ranks_without_their_environment_do_not_train_apart(hvdrun, size, wrapper, told) -> None:
+    script = hvdrun.folder / "script.py"
+    script.write_text(ALONE)
+    command = ["sh", "-c", f'{wrapper} "$0" "$@"; exit $?', sys.executable, str(script)]
+    job = hvdrun.run("-np", str(size), "--oversubscribe", *command)
+    assert "".join(sorted(job.stdout.splitlines(keepends=True))) == told, job.stderr
+    assert (job.returncode == 0) == bool(told), job.stderr
+    assert told or "because what hvdrun starts (env -i, sudo, a script) removes" in job.stderr
