@@ -59,8 +59,8 @@ MUTANTS = (
     (f"{CPU}/cluster_transport.cc", "if (host_ != root_host) std::memset(slice, 0, bytes);", ""),
     (
         f"{CPU}/kind_transport.cc",
-        "std::count(failed.begin(), failed.end(), 0) == size()",
-        "failed[rank()] == 0",
+        "agree(failed, nullptr, waiting_)->most == 0",
+        "(agree(failed, nullptr, waiting_), failed.fingerprint == 0)",
     ),
     (
         f"{CPU}/cluster_transport.cc",

@@ -13,15 +13,19 @@ namespace {
 // hosts one of an allgather; those of MpiTransport are longer.
 constexpr int kManyRanks = 256, kManyHosts = 256;
 
-// Such pieces are gathered as small ones, however many there are: their messages to partners would
-// be as many as hosts.
+// Pieces of at most so many bytes are gathered as small ones: each would be a message to each host.
+// Longer ones do not go to partners in shorter pieces than that.
 constexpr int64_t kShortBytes = 512;
 
-// Differs from the tag of MpiTransport's messages.
+// In so many chunks, at most, are small pieces gathered.
+constexpr int64_t kMostChunks = 64;
+
+// Differs from the tags of MpiTransport's messages.
 constexpr int kTag = 1;
 
 // The messages of one chunk between this rank and its partners on other hosts. Each pair of ranks
-// has one message per chunk at most, in the order of the chunks, so that one tag is enough.
+// has one message each way per chunk at most, in the order of the chunks, so that one tag is
+// enough.
 class ChunkMessages : public InterHostExchange {
  public:
   // `bytes`: of memory that lasts as long as the messages.
@@ -136,10 +140,16 @@ void ClusterTransport::reducescatter(const Request& request, size_t i) {
 //   pack    this rank's piece ──> its slot
 //   gather  the host's pieces ──> those of all hosts, in the slot of its first rank, by that one
 //   unpack  that slot ──> output
+//
+// Over MPI goes what would take too many messages: of very many hosts, of very uneven ones, or if
+// /dev/shm is full.
 void ClusterTransport::gather_bytes(const void* mine, const std::vector<int64_t>& sizes,
                                     void* all) {
   const int64_t longest = *std::max_element(sizes.begin(), sizes.end());
-  const bool small = longest <= kShortBytes || longest * most_local_ * hosts_ <= kGatheredBytes;
+  if (longest == 0) return;
+  const int64_t places = int64_t{most_local_} * hosts_;  // as if all hosts had as many ranks
+  const bool small = longest * places <= kGatheredBytes ||
+                     (longest <= kShortBytes && places <= 4 * int64_t{size()});
   if (!small && hosts_ > kManyHosts) return mpi_->gather_bytes(mine, sizes, all);
   std::vector<std::vector<int>> in_slot(small ? 1 : local_size_);  // whose pieces; -1: nobody's
   for (int c = 0; c < local_size_ && !small; ++c) in_slot[c] = partners(c);
@@ -154,7 +164,8 @@ void ClusterTransport::gather_bytes(const void* mine, const std::vector<int64_t>
   make_room(longest * pieces);
   const int64_t most = small ? std::min(chunk_bytes_, kGatheredBytes) : chunk_bytes_;
   const int64_t room = std::min(most / pieces, longest);
-  if (room == 0) return mpi_->gather_bytes(mine, sizes, all);
+  if (room == 0 || (small ? longest > kMostChunks * room : room < std::min(longest, kShortBytes)))
+    return mpi_->gather_bytes(mine, sizes, all);
   const auto start = [&, first = chunks_](uint64_t chunk) {
     return static_cast<int64_t>(chunk - first) * room;
   };

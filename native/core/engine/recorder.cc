@@ -70,6 +70,7 @@ Status Recorder::start_timeline(const std::string& path) {
   rows_.clear();
   timeline_begun_ = Clock::now();
   const Status status = file_.open(path);
+  if (!status.ok()) file_.close();
   draws_ = file_.is_open();
   return status;
 }

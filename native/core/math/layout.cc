@@ -104,10 +104,10 @@ Status lay_out(Request& request, Transport& transport, const Waiting& waiting, L
     status = lay_out_scattered(request, transport.rank(), size);
   }
   Proposal failed;
-  if (!status.ok()) failed.fingerprint = transport.rank() + 1;
+  if (!status.ok()) failed.fingerprint = size - transport.rank();
   const Agreement all = *transport.agree(failed, nullptr, waiting);
   if (!status.ok() || all.most == 0) return status;
-  return Status::error(Code::aborted, "rank " + std::to_string(transport.ranks()[all.most - 1]) +
+  return Status::error(Code::aborted, "rank " + std::to_string(transport.ranks()[size - all.most]) +
                                           " could not allocate the output of " + identity(request));
 }
 

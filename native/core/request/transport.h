@@ -118,7 +118,8 @@ class Transport {
   // What all ranks propose. Waits for the slowest without burning a core.
   //
   // `next`: what this rank proposes to run; null: nothing that it could. Small tensors may travel
-  // with the proposals; so if all propose it, the next call must be run() of that request.
+  // with the proposals; so if all propose it, the next call must be run() of that request. Within
+  // run(), too, with null, for the least and the most of numbers: the ranks' fingerprints.
   //
   // Without `waiting`, only if the others come within microseconds and run() takes little longer
   // than a change of threads. Otherwise nothing; then the next call must be agree() with the same

@@ -52,7 +52,8 @@ constexpr Case kCases[] = {
 
 // What a rank must get or send, in bytes. Of small sums it gets the terms of all hosts, in one
 // agreement or several: other ways take many more messages. Before an allgather it gets the numbers
-// of rows. A host that stands for one beyond a power of two sends all that is gathered to it, too.
+// of rows. A host that stands for one beyond a power of two sends all that is gathered to that one,
+// too.
 uint64_t least_bytes(const Case& of, int ranks) {
   const uint64_t bytes = 4 * (of.rows + of.of_each * ranks);
   const uint64_t terms = bytes * ((ranks - 1) / kPerHost + 1);
