@@ -80,7 +80,7 @@ recipe-test: setup  ## Add a toy collective by CONTRIBUTING's recipe, build and 
 matrix: setup  ## Measure docs/tables/combinations.md, in half an hour; with SECONDS=3600 for an hour more triples of features.
 	@$(BIN)/python -m tests.parallel.features.measure --triples $(or $(SECONDS),0)
 
-bench: .venv/bench  ## Measure what hvd_keras costs, in ten minutes; results in benchmarks/results.
+bench: .venv/bench  ## Measure what hvd_keras costs, in half an hour; results in benchmarks/results.
 	@$(BIN)/python benchmarks/run.py
 	@$(BIN)/python benchmarks/model.py
 
