@@ -163,9 +163,11 @@ void ClusterTransport::gather_bytes(const void* mine, const std::vector<int64_t>
     pieces += small ? most_local_ : (static_cast<int64_t>(host.size()) + leaders_ - 1) / leaders_;
   make_room(longest * pieces);
   const int64_t most = small ? std::min(chunk_bytes_, kGatheredBytes) : chunk_bytes_;
-  const int64_t room = std::min(most / pieces, longest);
-  if (room == 0 || (small ? longest > kMostChunks * room : room < std::min(longest, kShortBytes)))
+  const int64_t fits = std::min(most / pieces, longest);
+  if (fits == 0 || (small ? longest > kMostChunks * fits : fits < std::min(longest, kShortBytes)))
     return mpi_->gather_bytes(mine, sizes, all);
+  const int64_t count = (longest + fits - 1) / fits;
+  const int64_t room = (longest + count - 1) / count;  // equal, as a short one would be padded
   const auto start = [&, first = chunks_](uint64_t chunk) {
     return static_cast<int64_t>(chunk - first) * room;
   };
@@ -216,7 +218,6 @@ void ClusterTransport::gather_bytes(const void* mine, const std::vector<int64_t>
       }
     }
   };
-  const int64_t count = (longest + room - 1) / room;
   if (small) {
     in_chunks(
         count, 1, [&](uint64_t chunk) { pack(chunk, slot(local_rank_, chunk)); }, gather, unpack);

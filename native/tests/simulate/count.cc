@@ -63,6 +63,13 @@ uint64_t least_bytes(const Case& of, int ranks) {
                                       : bytes;
 }
 
+// How many messages these bytes take, of small ones that leaders gather in pairs.
+uint64_t least_messages(const Case& of, int ranks) {
+  uint64_t steps = 0;
+  while (kPerHost << steps < ranks) ++steps;
+  return of.kind == Kind::allgather ? least_bytes(of, ranks) / kGatheredBytes * steps : 0;
+}
+
 bool counts(const Case& of, int ranks) { return !of.known || ranks <= kMostWithAll; }
 
 // What the ranks warn of.
@@ -245,7 +252,7 @@ bool count_all(int most) {
         const uint64_t least = 2 * least_bytes(of, ranks);  // each once more, say to a leader
         return traffic.bytes > least ? traffic.bytes - least : 0;
       };
-      if (is.messages > kFew)
+      if (is.messages > kFew + least_messages(of, sizes[k]))
         growth = std::max(growth, static_cast<double>(is.messages) / was.messages);
       if (beyond(is, sizes[k]) > kFewBytes)
         growth = std::max(growth, static_cast<double>(beyond(is, sizes[k])) /
