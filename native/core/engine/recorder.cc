@@ -71,14 +71,12 @@ Status Recorder::start_timeline(const std::string& path) {
   timeline_begun_ = Clock::now();
   const Status status = file_.open(path);
   if (!status.ok()) file_.close();
-  draws_ = file_.is_open();
   return status;
 }
 
 void Recorder::stop_timeline() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (file_.is_open()) end_unless(file_.finish());
-  draws_ = false;
 }
 
 void Recorder::note_end() {
@@ -138,7 +136,7 @@ void Recorder::agreed(int process_set, const std::vector<int>& ranks, const Host
   uint64_t longer = agreement.waited - agreement.waited_least * ranks.size();
   if (ranks.size() > 1) longer /= ranks.size() - 1;
   const int last = longer < kTogetherNanoseconds ? -1 : ranks[agreement.last];
-  if (last < 0 && !draws_) return;
+  if (last < 0 && !draws()) return;
 
   std::lock_guard<std::mutex> lock(mutex_);
   if (last >= 0) {
@@ -213,7 +211,6 @@ void Recorder::end_unless(const Status& status) {
   if (status.ok()) return;
   log(LogLevel::error, "the timeline ends here: " + status.message);
   file_.close();
-  draws_ = false;
 }
 
 void History::served(const std::string& kind, const std::string& name, uint64_t bytes,

@@ -51,7 +51,7 @@ class Recorder {
   Status start_timeline(const std::string& path);
   void stop_timeline();
   // Whether it is being written.
-  bool draws() const { return draws_; }
+  bool draws() const { return file_.is_open(); }
 
   // Counters as JSON, see docs/observing.md.
   std::string stats();
@@ -95,14 +95,13 @@ class Recorder {
   FlightRecorder flight_;
   const Clock::time_point begun_ = Clock::now();
 
-  std::mutex mutex_;  // guards the members below
+  std::mutex mutex_;  // guards the members below, but for whether the file is open
   Clock::time_point ended_{};
   std::string why_aborted_;
   std::atomic<bool> is_aborted_{false};
   std::map<std::string, Counters> kinds_;
   std::map<int, Lateness> ranks_;
   TraceFile file_;
-  std::atomic<bool> draws_{false};  // whether it is open; read without the mutex
   Clock::time_point timeline_begun_{};
   // By rank and process set: the end of the last slice in the timeline.
   std::map<std::pair<int, int>, Clock::time_point> rows_;

@@ -2,6 +2,7 @@
 // format lets the closing bracket be absent, so the file of a process that was killed can be read.
 #pragma once
 
+#include <atomic>
 #include <string>
 
 #include "core/base/status.h"
@@ -17,7 +18,7 @@ class TraceFile {
 
   // Creates the file, or overwrites it, with an empty array.
   Status open(const std::string& path);
-  bool is_open() const { return descriptor_ >= 0; }
+  bool is_open() const { return descriptor_ >= 0; }  // on any thread
 
   // Appends a JSON object, at the next flush().
   void add(const std::string& object);
@@ -30,7 +31,7 @@ class TraceFile {
   Status failed(const std::string& what) const;
 
   std::string path_;
-  int descriptor_ = -1;
+  std::atomic<int> descriptor_{-1};
   std::string waiting_;  // for flush()
   bool empty_ = true;
 };
