@@ -73,8 +73,10 @@ def build(
     if iterator is not None:
         require(iterator, "_distributed_dataset", "to make variables before the first step")
         require(iterator, "num_batches", "to compare the numbers of steps")
+        # evaluate calls this, too, perhaps in a fit, whose data it must not get.
+        begins = (own := running(model)) is not None and not own.has_begun
         fitting.before_callbacks(model, iterator._distributed_dataset, iterator.num_batches)
-        if (own := running(model)) and own.position is not None:
+        if own is not None and begins and own.position is not None:
             require(iterator, "_get_iterator", "to save where fit is in its data")
             iterator._get_iterator = own.position.open
     of_keras(model, iterator=iterator, data_batch=data_batch)
