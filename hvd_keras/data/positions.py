@@ -96,7 +96,7 @@ class Position:
             if value.dtype not in (tf.variant, tf.resource)
         ]
         rows, split = self._passes.source, self._passes.split
-        return agree.crc([*numbers, f"{split} {rows.length} {rows.batch_size} {rows.description}"])
+        return agree.digest([*numbers, f"{split} {rows.length} {rows.batch_size} {rows.description}"])
 
 
 def of(dataset: Any, repeats: bool) -> Position | None:

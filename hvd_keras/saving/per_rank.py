@@ -11,7 +11,6 @@ import pathlib
 import random
 import re
 import secrets
-import zlib
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
@@ -169,10 +168,6 @@ def _kind(dtype: str) -> str:
     return "integer" if dtype in ("int32", "int64", "uint32") else dtype
 
 
-# Of the digests: words that are added up, and the factor by which sums are shifted.
-_WORDS, _FACTOR = 1 << 15, 0x9E3779B97F4A7C15
-
-
 def mean(stack: Any) -> Any:
     """Return the ranks' mean; of integers, such as a seed, the first rank's value."""
     return stack[0] if stack.dtype.kind in "iu" else stack.mean(axis=0)
@@ -206,7 +201,7 @@ def of_each_rank(
         return {}
     # Parts of tables have files of their own, so they do not count as different.
     mine = b"".join(
-        b"\0" * 8 if shards.of(variable) or id(variable) in equal else _digest(value)
+        b"\0" * 8 if shards.of(variable) or id(variable) in equal else agree.digest(value).to_bytes(8, "little")
         for variable, value in zip(own, values, strict=True)
     )
     gathered = agree.gather_bytes("checkpoint digests", mine, process_set)
@@ -225,17 +220,6 @@ def of_each_rank(
         if parts := agree.gather_bytes("checkpoint by rank", mine, process_set, to_leader=True):
             found[i] = np.frombuffer(b"".join(parts), value.dtype).reshape(-1, *value.shape)
     return found
-
-
-def _digest(value: Any) -> bytes:
-    """Eight bytes that differ if an array does, but by chance; much faster than SHA-256."""
-    data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-    whole = data.size // 8 * 8  # bytes in words; the rest is hashed by itself
-    words, total = data[:whole].view(np.uint64), zlib.crc32(data[whole:].tobytes())
-    for first in range(0, words.size, _WORDS):
-        block = int(words[first : first + _WORDS].sum())
-        total = (total * _FACTOR + block) % 2**64
-    return total.to_bytes(8, "little")
 
 
 #: Other global generators: functions that return and set their states, by name.
