@@ -100,6 +100,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         self.restore = restore
         self._found: _Found | None = None
         self._initial_epoch: int | None = None
+        self._training = ""  # its id, on rank 0
         self._skipping: Skipping | None = None
         self._epoch = 0
         self._batches = 0  # done in this epoch
@@ -250,10 +251,17 @@ class Checkpoint(Callback):  # type: ignore[misc]
         """Read the last intact checkpoint; return it, and what all ranks must know of it."""
         storage.remove_unfinished(self.directory)
         per_rank.remove_others(self.directory)
-        found = storage.read_last(self.directory, damaged) if self.restore else None
+        if not self.restore:
+            self._training = storage.abandon(self.directory)
+            return None, (None, {}, [], damaged)
+        found = storage.read_last(self.directory, damaged)
         if found is None:
+            if not damaged:
+                now = storage.current_training(self.directory)
+                self._training = now or storage.new_training()
             return None, (None, {}, [], damaged)
         path, content = found
+        self._training = storage.training_of(path) or storage.new_training()
         stored = [
             (v.path, v.value.shape[v.by_rank :], v.value.dtype.name, v.by_rank)
             for v in content.variables
@@ -417,7 +425,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
 
         def write() -> None:
             if stored:
-                storage.write(path, metadata, stored)
+                storage.write(path, metadata, stored, self._training)
                 storage.prune(path, self.keep)
                 per_rank.remove_others(self.directory, path, names)
 

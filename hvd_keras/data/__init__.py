@@ -167,6 +167,23 @@ def passes_of(dataset: Any) -> list[Passes]:
     return [node._hvd_passes for node in nodes if hasattr(node, "_hvd_passes")]
 
 
+def repeats(dataset: Any) -> bool:
+    """Whether a pass over a dataset may have several over a sharded source."""
+    nodes = datasets.nodes(dataset) if isinstance(dataset, tf.data.Dataset) else ()
+    return any(datasets.kind_of(node) == "Repeat" for node in nodes)
+
+
+def repeated(dataset: Any) -> Passes | None:
+    """Return the passes over a sharded source that is repeated; None if there is none.
+
+    Each element of the dataset must be made of one batch of the source.
+    """
+    if not repeats(dataset):
+        return None
+    node = datasets.below(dataset, datasets.PASSING_ON | {"Repeat"})
+    return getattr(node, "_hvd_pass", None)
+
+
 def seekable(dataset: Any) -> Passes | None:
     """Return the passes of a sharded source that can begin at any row; None if there is none.
 

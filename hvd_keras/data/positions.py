@@ -80,7 +80,8 @@ class Position:
     def restore(self, saved: bytes) -> None:
         """Let the iterator that is opened next go on there; more bytes may follow."""
         length, _, number, begun = _HEADER.unpack_from(saved)
-        self._passes.restore([number, begun, 0, 0])
+        passes = self._passes
+        passes.restore([number, begun, 0, 0, passes.first or 0, passes.read])
         self._restored = saved[_HEADER.size : _HEADER.size + length]
 
     def _digest(self) -> int:

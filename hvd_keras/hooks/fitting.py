@@ -46,8 +46,11 @@ def fit(backend: Any, fit_alone: Callable[..., Any], model: Any, *args: Any, **k
         several = own is not None and own.process_set.size() > 1
         # From here on the stack undoes what this fit changes in the model and its callbacks.
         runs = callbacks
+        if passes := backend.repeated(bound.arguments.get("x")):
+            passes.begin_fit()
+            runs = [*runs, keras_callbacks.CountSteps(passes)]
         if own is not None and several:
-            runs = keras_callbacks.edited(own)
+            runs = keras_callbacks.edited(own, runs)
             process_set = own.process_set
             _weigh(stack, backend, model, process_set, "train_step")
             stack.enter_context(keras_callbacks.on_leader_alone(callbacks, process_set, own))
@@ -190,7 +193,8 @@ def before_callbacks(model: Any, dataset: Any, steps: int | None) -> None:
             own.unbuilt = _why_unbuilt(own) or ""
         else:
             _agree(own, dataset, steps)
-            sources.check_passes(own.backend.passes_of(dataset), own.process_set)
+            repeats = own.backend.repeats(dataset)
+            sources.check_passes(own.backend.passes_of(dataset), repeats, own.process_set)
     validation = fits.validation.get()
     if validation is not None and validation.model is model:
         _validate(validation, steps)

@@ -8,6 +8,8 @@ import tensorflow as tf
 
 from hvd_keras import data
 from hvd_keras.data import passes_of as passes_of
+from hvd_keras.data import repeated as repeated
+from hvd_keras.data import repeats as repeats
 from hvd_keras.data import positions
 from hvd_keras.gradients import agreement, model_ranks
 from hvd_keras.hooks import broadcasting, fitting, keras_classes, variables

@@ -119,6 +119,15 @@ def passes_of(source: Any) -> list[Passes]:
     return [source.passes] if hasattr(source, "passes") else []
 
 
+def repeats(source: Any) -> bool:
+    """Return False: a pass begins where ``fit`` begins it."""
+    return False
+
+
+def repeated(source: Any) -> None:
+    """Return None: nothing reads ahead."""
+
+
 def prepare(own: Fit, source: Any) -> None:
     """Find the passes over the data; Keras has created the variables."""
     own.passes = passes_of(source)
