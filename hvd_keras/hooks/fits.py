@@ -27,6 +27,8 @@ class Fit:
     goes_on: bool = False  # an epoch begins within a pass over sharded data, where the last ended
     seekable: Any = None  # the same, if they can continue at any row
     position: Any = None  # in data that cannot, if it can be saved
+    iterator: Any = None  # Keras's, over the batches of each epoch
+    dataset: Any = None  # over which it iterates
     problem: Exception | None = None  # of this rank's model, which could not be traced
     unbuilt: str = ""  # which ranks' models have no variables, and why
     monitored: Sequence[str] = ()  # what callbacks of any rank decide by

@@ -45,7 +45,8 @@ def fit(backend: Any, fit_alone: Callable[..., Any], model: Any, *args: Any, **k
         stack.callback(background.wait)  # at the end, also by an exception, files are written
         several = own is not None and own.process_set.size() > 1
         # From here on the stack undoes what this fit changes in the model and its callbacks.
-        runs = callbacks
+        # Unchanged order otherwise. A checkpoint has what all other callbacks have changed.
+        runs = sorted(callbacks, key=lambda one: getattr(one, "_hvd_runs_last", False))
         if passes := backend.repeated(bound.arguments.get("x")):
             passes.begin_fit()
             runs = [*runs, keras_callbacks.CountSteps(passes)]
@@ -60,7 +61,7 @@ def fit(backend: Any, fit_alone: Callable[..., Any], model: Any, *args: Any, **k
             stack.enter_context(replaced(given, "callbacks", runs))
             for callback in runs:
                 callback.set_model(model)
-        elif runs is not callbacks:
+        elif runs != callbacks:
             bound.arguments["callbacks"] = runs
         history = fit_alone(*bound.args, **bound.kwargs)
         if own is not None and several:
@@ -184,10 +185,10 @@ def _validate(own: fits.Validation, steps: int | None) -> None:
     own.backend.validate_together(own.is_together)
 
 
-def before_callbacks(model: Any, dataset: Any, steps: int | None) -> None:
+def before_callbacks(model: Any, dataset: Any, steps: int | None, iterator: Any = None) -> None:
     """Do what ``fit`` and ``evaluate`` of a model do first, on these data."""
     if (own := running(model)) and not own.has_begun:
-        own.has_begun = True
+        own.has_begun, own.iterator, own.dataset = True, iterator, dataset
         own.backend.prepare(own, dataset)
         if own.process_set.size() == 1:
             own.unbuilt = _why_unbuilt(own) or ""

@@ -8,9 +8,9 @@ import tensorflow as tf
 
 from hvd_keras import data
 from hvd_keras.data import passes_of as passes_of
+from hvd_keras.data import positions
 from hvd_keras.data import repeated as repeated
 from hvd_keras.data import repeats as repeats
-from hvd_keras.data import positions
 from hvd_keras.gradients import agreement, model_ranks
 from hvd_keras.hooks import broadcasting, fitting, keras_classes, variables
 from hvd_keras.hooks.fits import Fit, running
@@ -54,6 +54,12 @@ def prepare(own: Fit, dataset: Any) -> None:
         keras_classes.read_by_rows(model, model._flatten_layers())
 
 
+def build_metrics(own: Fit) -> None:
+    """Create the variables of metrics, as the first step would."""
+    if isinstance(own.dataset, tf.data.Dataset):
+        broadcasting.build(own.model, own.dataset.element_spec, whole_step=True)
+
+
 def can_look_at(dataset: Any) -> bool:
     """Whether ``pass_first_batch`` can pass the batches of a dataset."""
     spec = tf.nest.flatten(getattr(dataset, "element_spec", ()))
@@ -77,10 +83,10 @@ def build(
         require(iterator, "num_batches", "to compare the numbers of steps")
         # evaluate calls this, too, perhaps in a fit, whose data it must not get.
         begins = (own := running(model)) is not None and not own.has_begun
-        fitting.before_callbacks(model, iterator._distributed_dataset, iterator.num_batches)
+        dataset = iterator._distributed_dataset
+        fitting.before_callbacks(model, dataset, iterator.num_batches, iterator)
         if own is not None and begins and own.position is not None:
-            require(iterator, "_get_iterator", "to save where fit is in its data")
-            iterator._get_iterator = own.position.open
+            iterator._distributed_dataset = own.position  # of which iter() makes the iterator
     of_keras(model, iterator=iterator, data_batch=data_batch)
 
 

@@ -6,11 +6,13 @@ number, is written when all of them are on disk, and names them: until then they
 """
 
 import dataclasses
+import functools
 import itertools
 import pathlib
 import random
 import re
 import secrets
+import warnings
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
@@ -25,6 +27,95 @@ from hvd_keras.saving import storage
 
 _NAME = re.compile(r"(checkpoint-\d{5,}-\d{7,})\.([0-9a-f]{8})-\d{4,}\.h5")
 _BYTES = 1 << 24  # of a value that are sent at once
+
+# Begin the names of what follows the variables of a training in a checkpoint.
+METRIC, CALLBACK, POSITION = "metric ", "callback ", "position in the data"
+
+
+@dataclasses.dataclass
+class Found:
+    """A checkpoint as all ranks know it."""
+
+    path: str
+    metadata: dict[str, Any]
+    stored: list[Any]  # (path, shape, dtype, whether by rank) of each variable
+    more: list[Any]  # the same of values of metrics and callbacks, which follow
+    position: Any  # the same of the ranks' positions in the data; None without
+    content: storage.Content | None  # only on the first rank
+
+    @property
+    def tables(self) -> dict[str, Any]:
+        """What is in the files of each rank."""
+        tables: dict[str, Any] = self.metadata.get("parts", {}).get("tables", {})
+        return tables
+
+    def value(self, index: int, process_set: ProcessSet) -> Any:
+        """Return a value on all ranks; [ranks, *shape], if it differed by rank."""
+        _, shape, dtype, by_rank = [*self.stored, *self.more][index]
+        mine = self.content.variables[index].value if self.content else None
+        shape = [self.metadata["ranks"], *shape] if by_rank else shape
+        return to_all_ranks(shape, dtype, mine, process_set)
+
+
+def find(
+    directory: pathlib.Path, restore: bool, process_set: ProcessSet
+) -> tuple[Found | None, str]:
+    """Find the last intact checkpoint, on the first rank; return it on all, None without one.
+
+    The second result is the id of the training that goes on or begins, on the first rank.
+    ``restore``: False abandons the checkpoints that exist.
+
+    Raises:
+        RuntimeError: (on every rank) all are damaged.
+    """
+    damaged: dict[str, str] = {}  # what is wrong, by path
+    while True:
+        # Of values only the first rank's copy is read; the others need what describes them.
+        read = agree.on_leader(
+            "Checkpoint", functools.partial(_read, directory, restore, damaged), process_set
+        )
+        content, training, seen = read or (None, "", None)
+        path, metadata, stored, damaged = agree.gather_json("checkpoint found", seen, process_set)[
+            0
+        ]
+        # Each rank verifies some of the parts; a damaged one makes the whole unusable.
+        problem = problem_of(directory, metadata, process_set)
+        if problem is None:
+            break
+        damaged[path] = problem  # one more file is skipped
+    reasons = "; ".join(f"{path}: {reason}" for path, reason in damaged.items())
+    if path is None:
+        if damaged:
+            raise RuntimeError(
+                f"Checkpoint: all checkpoints are damaged: {reasons}. To train from scratch, "
+                "delete them or pass restore=False."
+            )
+        return None, training
+    if damaged and process_set.rank() == 0:
+        warnings.warn(f"Checkpoint: damaged: {reasons}. Restoring {path}.", stacklevel=4)
+    position = stored.pop() if stored and stored[-1][0] == POSITION else None
+    more = [described for described in stored if described[0].startswith((METRIC, CALLBACK))]
+    own = stored[: len(stored) - len(more)]
+    return Found(path, metadata, own, more, position, content), training
+
+
+def _read(directory: pathlib.Path, restore: bool, damaged: dict[str, str]) -> Any:
+    """Read the last intact checkpoint; return it, its training, and what all ranks must know."""
+    storage.remove_unfinished(directory)
+    remove_others(directory)
+    if not restore:
+        return None, storage.abandon(directory), (None, {}, [], damaged)
+    found = storage.read_last(directory, damaged)
+    if found is None:
+        training = None if damaged else storage.current_training(directory)
+        return None, training or storage.new_training(), (None, {}, [], damaged)
+    path, content = found
+    stored = [
+        (v.path, v.value.shape[v.by_rank :], v.value.dtype.name, v.by_rank)
+        for v in content.variables
+    ]
+    training = storage.training_of(path) or storage.new_training()
+    return content, training, (str(path), content.metadata, stored, damaged)
 
 
 def describe(own: list[Any]) -> dict[str, Any]:
@@ -200,10 +291,11 @@ def of_each_rank(
     if process_set.size() == 1:
         return {}
     # Parts of tables have files of their own, so they do not count as different.
-    mine = b"".join(
-        b"\0" * 8 if shards.of(variable) or id(variable) in equal else agree.digest(value).to_bytes(8, "little")
+    digests = [
+        0 if shards.of(variable) or id(variable) in equal else agree.digest(value)
         for variable, value in zip(own, values, strict=True)
-    )
+    ]
+    mine = np.array(digests, np.int64).tobytes()
     gathered = agree.gather_bytes("checkpoint digests", mine, process_set)
     # Eight bytes per variable; only values that differ travel.
     if len({len(digests) for digests in gathered}) > 1:

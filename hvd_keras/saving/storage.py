@@ -36,9 +36,7 @@ _BLOCK = 512  # bytes; the smallest user block that HDF5 knows
 _NAME = re.compile(r"checkpoint-(\d{5,})-(\d{7,})\.h5")
 _TRAINING = "training"  # the file that names the training which begins anew
 # The temporary folders of write_whole, for checkpoints, the parts of per_rank, and that file.
-_UNFINISHED = re.compile(
-    r"\.(checkpoint-\d{5,}-\d{7,}(\.[0-9a-f]{8}-\d{4,})?\.h5|training)\..+"
-)
+_UNFINISHED = re.compile(r"\.(checkpoint-\d{5,}-\d{7,}(\.[0-9a-f]{8}-\d{4,})?\.h5|training)\..+")
 
 
 class DamagedError(Exception):
@@ -99,7 +97,11 @@ def abandon(directory: pathlib.Path) -> str:
     training = new_training()
     if files(directory):
         text = f"{training} {agree.digest(training):016x}\n"  # damage must show
-        write_whole(directory / _TRAINING, lambda path: path.write_bytes(text.encode()) and None)
+
+        def fill(path: pathlib.Path) -> None:
+            path.write_text(text)
+
+        write_whole(directory / _TRAINING, fill)
     return training
 
 

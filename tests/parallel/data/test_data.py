@@ -264,7 +264,7 @@ def test_repeated_data_of_several_fits_whatever_a_prefetch_has_begun(kind: str) 
 
     def late(x, y):
         wait = tf.numpy_function(lambda: time.sleep(0.05 * RANK) or np.float32(0), [], tf.float32)
-        return x + wait, y
+        return x + tf.ensure_shape(wait, []), y
 
     together, expected = distributed_model(), distributed_model()
     repeated = shard(kind, x, y, seed=7, shuffle=True).map(late).repeat().prefetch(8)
