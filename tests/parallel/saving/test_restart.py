@@ -204,7 +204,7 @@ def test_a_save_and_a_restart_enter_few_files(directory) -> None:
 
 def test_a_restart_says_where_it_continues(directory, capfd) -> None:
     saved = hvd.callbacks.Checkpoint(directory, save_freq=2)
-    interrupt(build(adam), saved, STEPS + 3)
+    interrupt(build(adam), saved, STEPS + 4)
     assert "hvd_keras:" not in capfd.readouterr().err
     train(build(adam), hvd.callbacks.Checkpoint(directory))
     place = f"continuing from checkpoint-00001-0000004, epoch 2 of {EPOCHS}, batch 5\n"
