@@ -31,6 +31,7 @@ class Fit:
     dataset: Any = None  # over which it iterates
     problem: Exception | None = None  # of this rank's model, which could not be traced
     unbuilt: str = ""  # which ranks' models have no variables, and why
+    mixes: str = ""  # a layer that computes a row from other rows of the batch
     monitored: Sequence[str] = ()  # what callbacks of any rank decide by
     ends_on_nan: bool = False  # a rank has TerminateOnNaN
     # All ranks have the same ModelCheckpoint, and so can wait for each other there.

@@ -245,6 +245,7 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
     validates = validates and keras_callbacks.averages(own.callbacks)
     mine = {
         "unbuilt": _why_unbuilt(own),
+        "mixes": own.mixes,
         "steps": steps,
         "rows": rows,
         "looks at data": not is_arrays and own.backend.can_look_at(dataset),
@@ -266,6 +267,13 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
             f"{', '.join(f'rank {rank} has {number}' for rank, number in shown)}. Each step needs "
             "all ranks. Give each rank the same number of batches: use hvd.data.shard, or "
             "steps_per_epoch."
+        )
+    if mixes := next(filter(None, [theirs["mixes"] for theirs in gathered]), ""):
+        missing_calls.tell(
+            f"{mixes} computes a row from other rows of the batch, and each rank has its rows "
+            f"alone, so {process_set.size()} ranks do not train as one process. Compute each row "
+            "from itself, or, in a layer of your own, from those of all ranks: hvd.allgather(x).",
+            process_set,
         )
     missing_calls.check_rows([theirs["rows"] for theirs in gathered], process_set)
 

@@ -11,8 +11,8 @@ from hvd_keras.data import passes_of as passes_of
 from hvd_keras.data import positions
 from hvd_keras.data import repeated as repeated
 from hvd_keras.data import repeats as repeats
-from hvd_keras.gradients import agreement, model_ranks
-from hvd_keras.hooks import broadcasting, fitting, keras_classes, variables
+from hvd_keras.gradients import agreement, division, model_ranks
+from hvd_keras.hooks import broadcasting, fitting, keras_classes, rows, variables
 from hvd_keras.hooks.fits import Fit, running
 from hvd_keras.hooks.losses import validate_together as validate_together
 from hvd_keras.hooks.losses import weighed as weighed
@@ -50,6 +50,14 @@ def prepare(own: Fit, dataset: Any) -> None:
     is_built = variables.is_built(model) and all(getattr(o, "built", True) for o in others)
     if isinstance(dataset, tf.data.Dataset) and not is_built:
         own.problem = broadcasting.build(model, dataset.element_spec)
+    several = process_set.size() > 1
+    if (
+        several
+        and can_look_at(dataset)
+        and not division.is_on
+        and model_ranks.averages_rows_of(model)
+    ):
+        own.mixes = rows.layer_that_mixes(model, dataset.element_spec)
     if process_set.size() > 1 and not is_legacy:
         keras_classes.read_by_rows(model, model._flatten_layers())
 
