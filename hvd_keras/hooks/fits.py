@@ -73,6 +73,8 @@ validation: contextvars.ContextVar[Validation | None] = contextvars.ContextVar(
 )
 #: Models whose validation needs the numbers of all ranks.
 weighed: weakref.WeakSet[Any] = weakref.WeakSet()
+#: Models whose ranks' batches may have different numbers of rows, which training counts.
+counting_rows: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def running(model: Any) -> Fit | None:

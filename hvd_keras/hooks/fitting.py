@@ -88,10 +88,15 @@ def _weigh(
     """Weighs the losses of a model's steps, unless its ranks' gradients are no mean of losses."""
     if division.is_on:
         return  # automatic mode weighs them in its steps
-    reductions = {reducer.op for reducer in model_ranks.reducers_of(model)}
-    if Adasum not in reductions and model_ranks.averages_rows_of(model):
-        averages = reductions == {Average}  # a tape is not known yet
+    if _can_weigh(model):
+        # A tape is not known yet.
+        averages = {reducer.op for reducer in model_ranks.reducers_of(model)} == {Average}
         stack.enter_context(backend.weighed(model, process_set, averages, method))
+
+
+def _can_weigh(model: Any) -> bool:
+    reductions = {reducer.op for reducer in model_ranks.reducers_of(model)}
+    return Adasum not in reductions and model_ranks.averages_rows_of(model)
 
 
 def _begun(backend: Any, model: Any, callbacks: list[Any], arguments: dict[str, Any]) -> Fit | None:
@@ -226,7 +231,9 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
     given = own.arguments
     names = ("batch_size", "epochs", "initial_epoch", "class_weight")
     described = {name: given[name] for name in names}
-    described["batch_size"] = given["batch_size"] or 32  # Keras's default
+    batch_size = given["batch_size"] or 32  # Keras's default
+    counts = own.backend.COUNTS_ROWS and not division.is_on and _can_weigh(model)
+    described["batch_size"] = None if counts else batch_size
     description = specs.of_training(model) | specs.flat(described, "fit")
     rows = None
     x_and_y = given.get("x"), given.get("y")
@@ -241,12 +248,17 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
         and (model_ranks.averages_rows_of(model) or not given["shuffle"])
     ):
         rows = values.of_rows(x_and_y)
+    # How many rows each of the steps has; None: that is unknown.
+    sizes = [len(flatten(x_and_y)[0]), batch_size] if is_arrays else None
+    if counts and not is_arrays:
+        sizes = own.backend.rows_in_steps(dataset)
     validates = given["validation_data"] is not None or given["validation_split"]
     validates = validates and keras_callbacks.averages(own.callbacks)
     mine = {
         "unbuilt": _why_unbuilt(own),
         "mixes": own.mixes,
         "steps": steps,
+        "sizes": sizes,
         "rows": rows,
         "looks at data": not is_arrays and own.backend.can_look_at(dataset),
         # After which epochs the ranks validate together.
@@ -258,6 +270,11 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
     gathered = agree.gather_json("fit", mine, process_set)
     own.unbuilt = agree.by_rank([theirs["unbuilt"] for theirs in gathered], process_set)
     own.agree(gathered)
+    of_ranks = [theirs["sizes"] for theirs in gathered]
+    counts = counts and (None in of_ranks or any(sizes != of_ranks[0] for sizes in of_ranks))
+    if counts != (model in fits.counting_rows):
+        (fits.counting_rows.add if counts else fits.counting_rows.discard)(model)
+        model.train_function = None  # a step that an earlier fit has traced weighs otherwise
     specs.check_described("fit compared", description, process_set)
     by_rank = [theirs["steps"] for theirs in gathered]
     if None not in by_rank and len(set(by_rank)) > 1:

@@ -35,6 +35,7 @@ class Weighing:
     process_set: ProcessSet
     averages: bool  # gradients are averaged, not summed
     is_together: Any = None  # in validation a variable: all ranks take this step
+    counts_rows: bool = False  # the ranks' batches may have different numbers of rows
     calls: int = 0  # losses that this step has computed
 
     def together(self, of_all: Callable[[], Any], alone: Callable[[], Any]) -> Any:
@@ -70,11 +71,20 @@ def weighed(
     @functools.wraps(one_step)
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def step(*args: Any, **kwargs: Any) -> Any:
-        with agree.within(weighing, Weighing(model, process_set, averages, is_together)):
+        counts = method == "train_step" and model in fits.counting_rows
+        own = Weighing(model, process_set, averages, is_together, counts)
+        with agree.within(weighing, own):
             try:
-                return one_step(*args, **kwargs)
+                result = one_step(*args, **kwargs)
             finally:
                 missing_calls.unaveraged.clear()
+        if counts and not own.calls and not agree.is_building.get():
+            missing_calls.tell(
+                "the ranks may have batches of different sizes, and this train_step computes its "
+                "loss without a keras.losses.Loss, so each rank counts alike, not each row. Use "
+                "self.compute_loss, a Loss, or hvd.data.shard, which gives ranks equal batches."
+            )
+        return result
 
     return replaced(model, method, step)
 
@@ -160,33 +170,43 @@ def _weigh(
         )
     if reduction in (None, "none") and own.averages and own.is_together is None:
         # The gradient of a vector is that of its sum; the vector itself is logged.
-        return size * value - tf.stop_gradient((size - 1) * value)
+        return _with_gradient_of(size * value, value)
     if reduction == "sum":
         # The mean over N ranks of N times each rank's sum is the sum of all.
         return own.together(lambda: size * value, lambda: value) if own.averages else value
-    if not weights:
+    if not weights and not own.counts_rows:
         return value
     if own.is_together is not None:
         fits.weighed.add(own.model)
     calls, path = own.calls, specs.common_path(loss.name)
+    counts = own.is_together is not None or own.counts_rows
 
-    def factor() -> Any:
+    def shares() -> Any:
+        # Gradients of all ranks count alike; logs, and a validation's losses, count by rows.
+        count = tf.shape(tf.nest.flatten(y_pred)[0])[0] if counts else 1
+        count = tf.cast(count if part is None else part.count, tf.float64)
         # What Keras divides by: the sum of the mask times the weights, a number per rank.
-        product = functools.reduce(_product, [tf.cast(w, value.dtype) for w in weights])
-        # Gradients of all ranks count alike; in validation a rank's loss counts by its rows.
-        count = 1 if own.is_together is None else tf.shape(tf.nest.flatten(y_pred)[0])[0]
-        count = count if part is None else part.count
-        mine = tf.stack([tf.cast(tf.reduce_sum(product), tf.float64), tf.cast(count, tf.float64)])
+        product = [tf.cast(w, value.dtype) for w in weights]
+        entries = tf.reduce_sum(functools.reduce(_product, product)) if product else count
+        mine = tf.stack([tf.cast(entries, tf.float64), count])
         if part is not None:  # a rank without rows repeats one
             mine = tf.where(tf.greater(mine[1], 0), mine, tf.zeros_like(mine))
         (total,) = ops.reduce_tensors(
             [mine], op=ops.Sum, name=f"weight of loss {calls}, {path}", process_set=own.process_set
         )
-        # This rank's share of the entries over its share of the rows, which is 1 / N in training.
-        ratio = tf.math.divide_no_nan(mine, total)
-        return tf.cast(tf.math.divide_no_nan(ratio[0], ratio[1]), value.dtype)
+        return tf.stop_gradient(tf.math.divide_no_nan(mine, total))
 
-    return value * tf.stop_gradient(own.together(factor, lambda: tf.ones([], value.dtype)))
+    # This rank's share of the entries, and of the rows, which is 1 / N if they are not counted.
+    entries, of_rows = tf.unstack(own.together(shares, lambda: tf.ones([2], tf.float64)))
+    logged = tf.cast(tf.math.divide_no_nan(entries, of_rows), value.dtype) * value
+    if not own.counts_rows:
+        return logged
+    return _with_gradient_of(size * tf.cast(entries, value.dtype) * value, logged)
+
+
+def _with_gradient_of(one: Any, value: Any) -> Any:
+    """Return a value that has the gradient of another one."""
+    return one - tf.stop_gradient(one - value)
 
 
 def _product(one: Any, other: Any) -> Any:

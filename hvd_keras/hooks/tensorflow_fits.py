@@ -19,6 +19,17 @@ from hvd_keras.hooks.losses import weighed as weighed
 from hvd_keras.runtime import libraries, log, rank_info
 from hvd_keras.runtime.keras import is_legacy, require
 
+COUNTS_ROWS = True  # losses can be weighed by the rows of the ranks' batches
+
+
+def rows_in_steps(dataset: Any) -> Any:
+    """Describe how many rows each step has, or return None."""
+    if (own := data.batch_of(dataset)) is not None:
+        return own
+    spec = tf.nest.flatten(getattr(dataset, "element_spec", ()))
+    shape = spec[0].shape if spec and isinstance(spec[0], tf.TensorSpec) else None
+    return None if shape is None or not shape.rank else shape[0]
+
 
 def check(model: Any) -> None:
     """Raise ValueError if a ``tf.distribute.Strategy`` distributes the model, too.

@@ -106,6 +106,8 @@ class Seed:
 
 # As in ``hooks.tensorflow_fits``.
 
+COUNTS_ROWS = False
+
 
 def check(model: Any) -> None:
     """Let a compiled step leave out the exchange, which waits for other ranks."""
