@@ -127,6 +127,13 @@ def _look_at_call(script: Source, node: ast.Call) -> Iterator[Finding]:
         yield from _look_at_collective(script, node, called)
     gone = [keyword for keyword in node.keywords if keyword.arg in _DROPPED.get(called, ())]
     yield from script.without(node, gone)
+    if called == "LearningRateScheduleCallback":
+        given = dict(zip(("initial_lr", "multiplier", "start_epoch"), node.args, strict=False))
+        given |= {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
+        if isinstance(number := given.get("multiplier"), ast.Constant):
+            start = script.source(given["start_epoch"]) if "start_epoch" in given else "0"
+            new = f"lambda epoch: {script.source(number)} ** (epoch - {start})"
+            yield script.at(number, f"Horovod lets a number decay: {new}", new)
     if name == "horovod.run":
         for keyword in node.keywords:
             if keyword.arg == "num_proc":

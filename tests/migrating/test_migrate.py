@@ -25,6 +25,7 @@ model.compile(loss="mse", optimizer=opt,
               experimental_run_tf_function=False)
 model.compile(experimental_run_tf_function=False, loss="mse", optimizer=opt)
 callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0, device=""), Average()]
+schedule = hvd.callbacks.LearningRateScheduleCallback(0.1, 0.9, n)
 if hvd.rank() == 0:
     callbacks.append(keras.callbacks.ModelCheckpoint("ä-{epoch}.h5"))
 score = hvd.allreduce(model.evaluate(x), "score", False)
@@ -49,6 +50,7 @@ opt = hvd.DistributedOptimizer(opt)
 model.compile(loss="mse", optimizer=opt)
 model.compile(loss="mse", optimizer=opt)
 callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), Average()]
+schedule = hvd.callbacks.LearningRateScheduleCallback(0.1, lambda epoch: 0.9 ** (epoch - n), n)
 if hvd.rank() == 0:
     callbacks.append(keras.callbacks.ModelCheckpoint("ä-{epoch}.h5"))
 score = hvd.allreduce(model.evaluate(x), name="score", average=False)
@@ -61,7 +63,7 @@ model.fit(data, steps_per_epoch=9, epochs=2)
 """
 
 # Left to do by hand: the line, and a word of what is said.
-LEFT = {17: "ModelCheckpoint"}
+LEFT = {18: "ModelCheckpoint"}
 
 
 def test_a_script_of_keras() -> None:
