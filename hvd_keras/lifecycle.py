@@ -133,9 +133,9 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
         settings.tell_hvdrun(mark=settings.CHOSEN)
     rank_info.world_ranks = ranks if communicator is None else world_ranks_of(comm)
     _install_guards()
-    backend.pin(rank_info.local_rank(), rank_info.local_size())
     core.hvd_set_log(settings.LOG_LEVELS.index(settings.read().log_level))
     log.start(rank_info.rank())
+    backend.pin(rank_info.local_rank(), rank_info.local_size())
     log.logger.info(
         "local rank %d of %d, rank %d of %d; %s",
         *(rank_info.local_rank(), rank_info.local_size(), rank_info.rank(), rank_info.size()),

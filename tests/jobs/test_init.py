@@ -168,6 +168,26 @@ def test_another_backend_of_keras_is_named() -> None:
     assert "hvd_keras needs the TensorFlow or PyTorch backend of Keras, and jax is" in job.stderr
 
 
+ONE_GPU = """
+    import tensorflow as tf
+    tf.config.list_physical_devices = tf.config.get_visible_devices = lambda kind: ["GPU 0"]
+    tf.config.set_visible_devices = tf.config.experimental.set_memory_growth = lambda *_: None
+    import hvd_keras as hvd
+    hvd.init()
+    hvd.barrier()
+"""
+
+
+def test_ranks_share_a_gpu_if_hvdrun_or_the_user_lets_them(hvdrun) -> None:
+    hvdrun.environment["CUDA_VISIBLE_DEVICES"] = ""
+    job = hvdrun.python(2, ONE_GPU, env={**hvdrun.environment, "HVD_GPU_OPERATIONS": "MPI"})
+    assert job.returncode == 0, job.stderr
+    assert job.stderr.count("WARNING rank 0: 2 processes share 1 GPU, which tests a") == 1
+    job = hvdrun.python(2, ONE_GPU)
+    assert job.returncode == 1
+    assert "hvd.init: this host has 1 GPU for 2 processes, and two cannot share one" in job.stderr
+
+
 # Its child is outside of the job: it has no variable of hvdrun or MPI.
 ALONE = """\
 import os, subprocess, sys
