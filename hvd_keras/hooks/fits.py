@@ -30,6 +30,7 @@ class Fit:
     problem: Exception | None = None  # of this rank's model, which could not be traced
     unbuilt: str = ""  # which ranks' models have no variables, and why
     monitored: Sequence[str] = ()  # what callbacks of any rank decide by
+    names: Sequence[Sequence[str]] = ()  # of the callbacks' classes, by rank
     ends_on_nan: bool = False  # a rank has TerminateOnNaN
     # All ranks have the same ModelCheckpoint, and so can wait for each other there.
     waits_for_checkpoints: bool = False
@@ -41,6 +42,7 @@ class Fit:
     def agree(self, gathered: Sequence[dict[str, Any]]) -> None:
         """Learn from what ``describe`` returned on all ranks."""
         self.monitored = sorted({name for theirs in gathered for name in theirs["monitored"]})
+        self.names = [theirs["callbacks"] for theirs in gathered]
         self.ends_on_nan = any(theirs["ends on NaN"] for theirs in gathered)
         self.waits_for_checkpoints = all(
             theirs["checkpoints"] == gathered[0]["checkpoints"] for theirs in gathered

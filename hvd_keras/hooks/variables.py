@@ -9,7 +9,7 @@ import numpy as np
 
 from hvd_keras.gradients import division, model_ranks, shards
 from hvd_keras.runtime import agree
-from hvd_keras.runtime.keras import is_legacy, keras, require
+from hvd_keras.runtime.keras import innermost, is_legacy, keras, require
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.runtime.reductions import Average, Max, Min
 
@@ -97,6 +97,7 @@ def in_common(model: Any) -> list[Any]:
             own += layer.non_trainable_variables
     found = []
     for optimizer in model_ranks.optimizers_of(model):
+        own += getattr(innermost(optimizer), "_accumulated_gradients", ())  # until an update
         rate = getattr(optimizer, "learning_rate", None)
         candidates = [*optimizer.variables, *([rate] if hasattr(rate, "assign") else [])]
         found += [v for v in candidates if not tuple(v.shape)]
