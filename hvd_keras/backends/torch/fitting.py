@@ -126,6 +126,10 @@ def prepare(own: Fit, source: Any) -> None:
     own.seekable = source if own.passes and seeks else None
 
 
+def weigh_classes(arguments: dict[str, Any]) -> None:
+    """Do nothing: Keras refuses ``class_weight`` with a DataLoader."""
+
+
 def can_look_at(source: Any) -> bool:
     """Whether ``pass_first_batch`` can pass the batches of a source."""
     return True
