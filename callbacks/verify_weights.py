@@ -73,12 +73,13 @@ class VerifyWeights(Callback):  # type: ignore[misc]
         now = f"batch {self._batches} of epoch {self._epoch + 1}"
         if different := fit.values.different("VerifyWeights compares"):
             what, odd = different
+            alone = fit.values.alone and f" (not all ranks have the same: {fit.values.alone})"
             raise RuntimeError(
                 f"VerifyWeights: after {now} the values of {what} differ, on "
                 f"{odd or 'ranks without a majority that tells which is wrong'}. They were equal "
                 f"after {self._equal}. Either memory or a processor there is faulty, or a "
-                "callback, train_step or layer assigns what depends on the rank, or a GPU adds the "
-                "rows of sparse gradients in any order (set sparse_as_dense=True). To go on, leave "
-                "out the host and restart from a checkpoint before this."
+                f"callback{alone}, train_step or layer assigns what depends on the rank, or a GPU "
+                "adds the rows of sparse gradients in any order (set sparse_as_dense=True). To go "
+                "on, leave out the host and restart from a checkpoint before this."
             )
         self._equal = now

@@ -30,7 +30,6 @@ def _complete(given: argparse.Namespace, environment: Mapping[str, str]) -> None
         raise UsageError("got --auto and --horovod; expected one of them")
     if given.command:
         given.command = _inside(command_check.resolve(given.command), given.scale_batch)
-    given.uses_hvd_keras = True
     # Sets of texts have the same order on all ranks.
     given.settings = {"PYTHONHASHSEED": environment.get("PYTHONHASHSEED", "0")} | given.settings
 

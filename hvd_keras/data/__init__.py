@@ -1,5 +1,6 @@
 """``hvd.data``: every row is used once, and every rank makes the same number of steps."""
 
+import importlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from hvd_keras.rows.files import Opened, Rows, is_row_source, opened
 from hvd_keras.rows.files import files as files
 from hvd_keras.rows.sources import Passes, Source
 from hvd_keras.runtime import agree
-from hvd_keras.runtime.keras import PyDataset, keras
+from hvd_keras.runtime.keras import PyDataset, keras, require
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
 
@@ -90,7 +91,7 @@ def shard(
     batch normalisation, the numbers by which masked losses are divided, and losses whose reduction
     is not Keras's default "sum_over_batch_size". For sequences, Keras needs a dimension more:
     ``.map(lambda x, y, weight: (x, y, weight[:, tf.newaxis]))``.
-    Keras does not allow ``class_weight`` together with sample weights.
+    ``class_weight`` of ``fit`` multiplies them; with weights of your own, Keras refuses it.
 
     Example:
         train = hvd.data.shard((x, y), batch_size=32)
@@ -221,6 +222,26 @@ def _split(
     size = math.gcd(*batch_size)
     first, last = (sum(batch_size[:r]) // size for r in (rank, rank + 1))
     return size, Split(first, sum(batch_size) // size, mode, evaluation, last - first)
+
+
+def weigh_classes(dataset: Any, class_weight: Any) -> Any:
+    """Multiply the weights of ``uneven="pad"`` by those that Keras gives to classes."""
+    home = importlib.import_module("keras.src.trainers.data_adapters.tf_dataset_adapter")
+    require(home, "make_class_weight_map_fn", "for class_weight with uneven='pad'")
+    of_keras = home.make_class_weight_map_fn(class_weight)
+
+    def weigh(x: Any, y: Any, weights: Any) -> Any:
+        *_, factors = of_keras(x, y)  # [batch], or for sequences [batch, steps]
+        rank = tf.maximum(tf.rank(weights), tf.rank(factors))
+        factors, weights = (
+            tf.reshape(
+                part, tf.concat([tf.shape(part), tf.ones(rank - tf.rank(part), tf.int32)], 0)
+            )
+            for part in (tf.cast(factors, weights.dtype), weights)
+        )
+        return x, y, factors * weights
+
+    return dataset.map(weigh).prefetch(tf.data.AUTOTUNE)
 
 
 def _open(

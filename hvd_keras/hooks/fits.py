@@ -33,6 +33,7 @@ class Fit:
     unbuilt: str = ""  # which ranks' models have no variables, and why
     mixes: str = ""  # a layer that computes a row from other rows of the batch
     monitored: Sequence[str] = ()  # what callbacks of any rank decide by
+    names: Sequence[Sequence[str]] = ()  # of the callbacks' classes, by rank
     ends_on_nan: bool = False  # a rank has TerminateOnNaN
     # All ranks have the same ModelCheckpoint, and so can wait for each other there.
     waits_for_checkpoints: bool = False
@@ -44,6 +45,7 @@ class Fit:
     def agree(self, gathered: Sequence[dict[str, Any]]) -> None:
         """Learn from what ``describe`` returned on all ranks."""
         self.monitored = sorted({name for theirs in gathered for name in theirs["monitored"]})
+        self.names = [theirs["callbacks"] for theirs in gathered]
         self.ends_on_nan = any(theirs["ends on NaN"] for theirs in gathered)
         self.waits_for_checkpoints = all(
             theirs["checkpoints"] == gathered[0]["checkpoints"] for theirs in gathered

@@ -41,6 +41,8 @@ def fit(backend: Any, fit_alone: Callable[..., Any], model: Any, *args: Any, **k
         callbacks = flat(given)
         defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
         own = _begun(backend, model, callbacks, defaults | bound.arguments)
+        if bound.arguments.get("class_weight") is not None:
+            backend.weigh_classes(bound.arguments)
         stack.enter_context(agree.within(fits.current, own))
         stack.callback(background.wait)  # at the end, also by an exception, files are written
         several = own is not None and own.process_set.size() > 1

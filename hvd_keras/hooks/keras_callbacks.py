@@ -41,6 +41,7 @@ def describe(callbacks: Sequence[Any]) -> dict[str, Any]:
         "monitored": [c.monitor for c in callbacks if isinstance(c, _DECIDERS)],
         "ends on NaN": any(isinstance(c, keras.callbacks.TerminateOnNaN) for c in callbacks),
         "checkpoints": [c.save_freq for c in callbacks if isinstance(c, _CHECKPOINT)],
+        "callbacks": [type(callback).__name__ for callback in callbacks],
     }
 
 
@@ -214,7 +215,7 @@ class _AtTheEnd(_Internal):
         if self.common.values is not None:
             return
         common = variables.in_common(self.model)
-        self.common.values = Values(common, self.common.process_set)
+        self.common.values = Values(common, self.common.process_set, self.common.names)
         missing_calls.check_values(self.common.values, "begun")
         if self.common.looks_at_data:
             self.common.backend.pass_first_batch(self.model, self._check_rows)

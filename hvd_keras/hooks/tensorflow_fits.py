@@ -17,7 +17,7 @@ from hvd_keras.hooks.fits import Fit, running
 from hvd_keras.hooks.losses import validate_together as validate_together
 from hvd_keras.hooks.losses import weighed as weighed
 from hvd_keras.runtime import libraries, log, rank_info
-from hvd_keras.runtime.keras import is_legacy, require
+from hvd_keras.runtime.keras import is_legacy, keras, require
 
 COUNTS_ROWS = True  # losses can be weighed by the rows of the ranks' batches
 
@@ -77,6 +77,19 @@ def build_metrics(own: Fit) -> None:
     """Create the variables of metrics, as the first step would."""
     if isinstance(own.dataset, tf.data.Dataset):
         broadcasting.build(own.model, own.dataset.element_spec, whole_step=True)
+
+
+def weigh_classes(arguments: dict[str, Any]) -> None:
+    """Let ``class_weight`` of ``fit`` multiply the weights of ``uneven="pad"``.
+
+    Keras 3 refuses it with any weights, and should where the data have their own.
+    """
+    unpack = keras.utils.unpack_x_y_sample_weight
+    passes = passes_of(arguments.get("x"))
+    if not is_legacy and any(
+        one.split.uneven == "pad" and unpack(one.source.spec)[2] is None for one in passes
+    ):
+        arguments["x"] = data.weigh_classes(arguments["x"], arguments.pop("class_weight"))
 
 
 def can_look_at(dataset: Any) -> bool:

@@ -40,11 +40,24 @@ def of_rows(data: Any) -> list[int] | None:
 
 
 class Values:
-    """The values of variables that must be equal on all ranks while they train."""
+    """The values of variables that must be equal on all ranks while they train.
 
-    def __init__(self, variables: Sequence[Any], process_set: ProcessSet) -> None:
+    ``callbacks`` are the names of the callbacks of each rank.
+    """
+
+    def __init__(
+        self,
+        variables: Sequence[Any],
+        process_set: ProcessSet,
+        callbacks: Sequence[Sequence[str]] = ((),),
+    ) -> None:
         self.variables = variables
         self.process_set = process_set
+        shared = set.intersection(*map(set, callbacks))
+        self.is_broadcast = "BroadcastGlobalVariablesCallback" in shared
+        names = [", ".join(sorted({*theirs} - shared)) or None for theirs in callbacks]
+        #: Which ranks have callbacks that not all have, as text; often these assigned the values.
+        self.alone = agree.by_rank(names, process_set) if any(names) else ""
         self._scalars = [v for v in variables if not tuple(v.shape)]
         # The others, in pieces: variable and rows; None: all rows.
         self._pieces: list[tuple[Any, slice | None]] = []

@@ -134,6 +134,7 @@ def in_common(model: Any) -> list[Any]:
             own += layer.non_trainable_variables
     found = []
     for optimizer in model_ranks.optimizers_of(model):
+        own += getattr(innermost(optimizer), "_accumulated_gradients", ())  # until an update
         rate = getattr(optimizer, "learning_rate", None)
         candidates = [*optimizer.variables, *([rate] if hasattr(rate, "assign") else [])]
         found += [v for v in candidates if not tuple(v.shape)]

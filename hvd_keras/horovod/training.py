@@ -126,6 +126,29 @@ class MetricAverageCallback(callbacks.MetricAverageCallback):  # type: ignore[mi
         super().__init__()
 
 
+class LearningRateScheduleCallback(callbacks.LearningRateScheduleCallback):  # type: ignore[misc]
+    """``hvd_keras.callbacks.LearningRateScheduleCallback``, where a number decays.
+
+    Args:
+        multiplier: a function of the epoch, or a number that is raised to the epochs since
+            ``start_epoch``, as in Horovod's code; its documentation says that it holds.
+        others: as in ``hvd_keras.callbacks``.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        *args: Any,
+        **others: Any,
+    ) -> None:
+        number = multiplier
+        if not callable(number):
+            multiplier = lambda epoch: number ** (epoch - start_epoch)  # noqa: E731
+        super().__init__(initial_lr, multiplier, start_epoch, *args, **others)
+
+
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
     """``keras.callbacks.ModelCheckpoint(save_best_only=True)`` without a path.
 

@@ -142,6 +142,10 @@ def build_metrics(own: Fit) -> None:
     """Nothing: Keras has created their variables."""
 
 
+def weigh_classes(arguments: dict[str, Any]) -> None:
+    """Do nothing: Keras refuses ``class_weight`` with a DataLoader."""
+
+
 def can_look_at(source: Any) -> bool:
     """Whether ``pass_first_batch`` can pass the batches of a source."""
     return True
