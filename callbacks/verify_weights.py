@@ -4,8 +4,8 @@ from typing import Any
 
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras.hooks import fits
 from hvd_keras.runtime import agree
+from hvd_keras.training import fit_state
 
 
 class VerifyWeights(Callback):  # type: ignore[misc]
@@ -47,7 +47,7 @@ class VerifyWeights(Callback):  # type: ignore[misc]
         self._equal = "the beginning"
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        if fits.running(self.model) is not None:
+        if fit_state.running(self.model) is not None:
             gathered = agree.gather_json("VerifyWeights", self.every, self.process_set)
             if len(set(gathered)) > 1:
                 views = agree.by_rank(gathered, self.process_set)
@@ -67,7 +67,7 @@ class VerifyWeights(Callback):  # type: ignore[misc]
         self._verify()
 
     def _verify(self) -> None:
-        fit = fits.running(self.model)
+        fit = fit_state.running(self.model)
         if fit is None or fit.values is None:
             return
         now = f"batch {self._batches} of epoch {self._epoch + 1}"

@@ -33,8 +33,8 @@ from hvd_keras.runtime.process_sets import (
     world_ranks_of,
 )
 
-#: What depends on Keras's backend; its interface is that of ``backends.tensorflow``.
-backend: Any = importlib.import_module(f"hvd_keras.backends.{settings.keras_backend()}")
+#: What depends on Keras's backend; its interface is that of ``patches.on_tensorflow``.
+backend: Any = importlib.import_module(settings.backend_module())
 
 # Seconds for which a failing rank waits until the others have received its error.
 _ERROR_SECONDS = 2.0

@@ -19,7 +19,7 @@ from hvd_keras.runtime.keras import graph, is_eager, outside_graphs, unconverted
 from hvd_keras.runtime.process_sets import ProcessSet
 
 if TYPE_CHECKING:
-    from hvd_keras.hooks.values import Values
+    from hvd_keras.training.values import Values
 
 #: Whether ``fit`` is running.
 in_fit = contextvars.ContextVar("a fit is running", default=False)

@@ -37,7 +37,7 @@ def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # n
         optimizer = type(optimizer).from_config(optimizer.get_config())
     if not is_outside(given.get("process_set", global_process_set)):
         optimizer = distributed.DistributedOptimizer(optimizer, *args, **kwargs)
-        if reducer := model_ranks.of_optimizer(optimizer):
+        if reducer := model_ranks.reducer_of(optimizer):
             reducer.averages_rows = False  # a mean of means, as Horovod's
         return optimizer
     optimizer.register_local_var = lambda variable: None  # all are local

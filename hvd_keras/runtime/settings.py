@@ -120,6 +120,12 @@ def mpi4py_library() -> str:
 
 
 @functools.cache
+def backend_module() -> str:
+    """Return the module that has what depends on Keras's backend."""
+    backend = keras_backend()
+    return "hvd_keras.patches.on_tensorflow" if backend == "tensorflow" else f"hvd_keras.{backend}"
+
+
 def keras_backend() -> str:
     """Return the backend that Keras has chosen, or will choose when it is imported.
 

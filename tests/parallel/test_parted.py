@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras.hooks import values
 from hvd_keras.runtime import log, settings
+from hvd_keras.training import values
 from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import hvd_keras as hvd
-from hvd_keras.hooks import values, variables
+from hvd_keras.training import values, variables
 
 RANK, SIZE = hvd.rank(), hvd.size()
 HOST = os.uname().nodename
