@@ -1,4 +1,4 @@
-"""What ``fitting`` needs to know about ``fit`` and ``evaluate`` on TensorFlow."""
+"""``training.backend.Backend`` on TensorFlow."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from hvd_keras.runtime.keras import is_legacy, keras, require
 from hvd_keras.training import broadcasting, row_trials, variables
 from hvd_keras.training.fit_state import Fit, running
 
-COUNTS_ROWS = True  # losses can be weighed by the rows of the ranks' batches
+COUNTS_ROWS = True
 
 
 def rows_in_steps(dataset: Any) -> Any:

@@ -20,13 +20,16 @@ from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.runtime.reductions import Adasum, Average
 from hvd_keras.saving import background
 from hvd_keras.training import fit_state, progress, values, variables
+from hvd_keras.training.backend import Backend
 from hvd_keras.training.fit_state import Fit, running
 
 _signature = functools.cache(inspect.signature)
 
 
-def fit(backend: Any, fit_alone: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``keras.Model.fit``; ``backend`` has what depends on it, as ``tensorflow_fits``."""
+def fit(
+    backend: Backend, fit_alone: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Replace ``keras.Model.fit``."""
     signature = _signature(fit_alone)
     with contextlib.ExitStack() as stack:
         stack.enter_context(agree.within(missing_calls.in_fit, True))
@@ -72,7 +75,7 @@ def fit(backend: Any, fit_alone: Callable[..., Any], model: Any, *args: Any, **k
         return history
 
 
-def _adapt(arguments: dict[str, Any], backend: Any) -> None:
+def _adapt(arguments: dict[str, Any], backend: Backend) -> None:
     """Change arguments of ``fit`` whose defaults are for arrays, if x is of ``hvd.data.shard``."""
     if not backend.passes_of(arguments.get("x")):
         return
@@ -86,7 +89,7 @@ def _adapt(arguments: dict[str, Any], backend: Any) -> None:
 
 
 def _weigh(
-    stack: contextlib.ExitStack, backend: Any, model: Any, process_set: ProcessSet, method: str
+    stack: contextlib.ExitStack, backend: Backend, model: Any, process_set: ProcessSet, method: str
 ) -> None:
     """Weighs the losses of a model's steps, unless its ranks' gradients are no mean of losses."""
     if division.is_on:
@@ -102,7 +105,9 @@ def _can_weigh(model: Any) -> bool:
     return Adasum not in reductions and model_ranks.averages_rows_of(model)
 
 
-def _begun(backend: Any, model: Any, callbacks: list[Any], arguments: dict[str, Any]) -> Fit | None:
+def _begun(
+    backend: Backend, model: Any, callbacks: list[Any], arguments: dict[str, Any]
+) -> Fit | None:
     """Return the ``fit`` that begins; None if this rank trains the model alone."""
     process_set = _process_set(model, callbacks)
     # On one rank, only a callback that restores a checkpoint needs the variables so early.
@@ -129,7 +134,7 @@ def _end(own: Fit) -> None:
 
 
 def evaluate(
-    backend: Any, evaluate_alone: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+    backend: Backend, evaluate_alone: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Replace ``keras.Model.evaluate``, whose losses are weighed, and ``predict``.
 
@@ -166,7 +171,9 @@ def evaluate(
 
 
 @contextlib.contextmanager
-def _validating(backend: Any, model: Any, process_set: ProcessSet, in_fit: bool) -> Iterator[None]:
+def _validating(
+    backend: Backend, model: Any, process_set: ProcessSet, in_fit: bool
+) -> Iterator[None]:
     """Weigh the ranks' losses in an ``evaluate`` that all call, perhaps in ``fit``."""
     own = fit_state.Validation(model, process_set, backend)
     with agree.within(fit_state.validation, own):

@@ -1,4 +1,4 @@
-"""What ``init`` changes in Keras on PyTorch, and what ``hooks.fitting`` needs to know there."""
+"""What ``init`` changes in Keras on PyTorch, and ``training.backend.Backend`` there."""
 
 import functools
 from collections.abc import Callable
@@ -18,11 +18,12 @@ from hvd_keras.runtime.reductions import Average
 from hvd_keras.saving import storage
 from hvd_keras.torch import losses
 from hvd_keras.torch.losses import weighed
+from hvd_keras.training.backend import Backend
 from hvd_keras.training.fit_state import Fit, running
 
 
 @functools.cache
-def install(backend: Any) -> None:
+def install(backend: Backend) -> None:
     """Replace what is needed; ``backend`` is this module. RuntimeError if Keras lacks any of it."""
     model, optimizers = keras.Model, keras.optimizers
     evaluate = functools.partial(patched_fit.evaluate, backend)
@@ -104,9 +105,13 @@ class Seed:
         torch.manual_seed(int(state[0]))
 
 
-# As in ``hooks.tensorflow_fits``.
+# ``training.backend.Backend``.
 
 COUNTS_ROWS = False
+
+
+def rows_in_steps(source: Any) -> None:
+    """Return None: it is not asked for."""
 
 
 def check(model: Any) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvd_keras.data.sources import Passes
 from hvd_keras.runtime.process_sets import ProcessSet
+from hvd_keras.training.backend import Backend
 
 if TYPE_CHECKING:
     from hvd_keras.training.values import Values
@@ -21,7 +22,7 @@ class Fit:
     callbacks: list[Any]  # this rank's, as given
     arguments: dict[str, Any]  # the others of ``fit``
     process_set: ProcessSet
-    backend: Any  # what depends on Keras's, see ``tensorflow_fits``
+    backend: Backend
     has_begun: bool = False  # the ranks have compared what must be equal
     passes: Sequence[Passes] = ()  # over the sharded sources of its data, if epochs are whole ones
     goes_on: bool = False  # an epoch begins within a pass over sharded data, where the last ended
@@ -65,7 +66,7 @@ class Validation:
 
     model: Any
     process_set: ProcessSet
-    backend: Any
+    backend: Backend
     is_together: bool = False  # each of their steps is one of all
 
 
