@@ -1,4 +1,4 @@
-"""``training.backend.Backend`` on TensorFlow."""
+"""``training.fit_state.Backend`` on TensorFlow."""
 
 import itertools
 from collections.abc import Callable, Sequence

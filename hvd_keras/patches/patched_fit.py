@@ -20,8 +20,7 @@ from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.runtime.reductions import Adasum, Average
 from hvd_keras.saving import background
 from hvd_keras.training import fit_state, progress, values, variables
-from hvd_keras.training.backend import Backend
-from hvd_keras.training.fit_state import Fit, running
+from hvd_keras.training.fit_state import Backend, Fit, running
 
 _signature = functools.cache(inspect.signature)
 

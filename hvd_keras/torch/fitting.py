@@ -1,4 +1,4 @@
-"""What ``init`` changes in Keras on PyTorch, and ``training.backend.Backend`` there."""
+"""What ``init`` changes in Keras on PyTorch, and ``training.fit_state.Backend`` there."""
 
 import functools
 from collections.abc import Callable
@@ -18,8 +18,7 @@ from hvd_keras.runtime.reductions import Average
 from hvd_keras.saving import storage
 from hvd_keras.torch import losses
 from hvd_keras.torch.losses import weighed
-from hvd_keras.training.backend import Backend
-from hvd_keras.training.fit_state import Fit, running
+from hvd_keras.training.fit_state import Backend, Fit, running
 
 
 @functools.cache
@@ -105,7 +104,7 @@ class Seed:
         torch.manual_seed(int(state[0]))
 
 
-# ``training.backend.Backend``.
+# ``training.fit_state.Backend``.
 
 COUNTS_ROWS = False
 
