@@ -135,6 +135,17 @@ def test_the_best_checkpoint_is_chosen_by_all_ranks_metrics(directory: pathlib.P
 
 
 @several
+def test_callbacks_of_keras_print_on_one_rank(capfd) -> None:
+    stop = keras.callbacks.EarlyStopping("loss", patience=0, min_delta=99, verbose=1)
+    rate = keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=99, verbose=1)
+    schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate, verbose=1)
+    fit(compiled(), [hvd.callbacks.MetricAverageCallback(), schedule, rate, stop], epochs=3)
+    printed = capfd.readouterr().out
+    assert ("early stopping" in printed) == ("setting learning rate" in printed) == (RANK == 0)
+    assert (stop.verbose, rate.verbose, schedule.verbose) == (1, 1, 1)
+
+
+@several
 def test_derived_callbacks_run_their_own_part_everywhere(directory: pathlib.Path) -> None:
     class Counting(keras.callbacks.ModelCheckpoint):
         def on_epoch_end(self, epoch, logs=None):
