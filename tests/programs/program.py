@@ -67,17 +67,17 @@ class Program:
         """Makes all that a script makes."""
         self.model = self.new_model()
         self.train, self.validation = self.feed("train"), self.feed("validation")
+        self.given = self.train.fit()
 
     def run(self) -> None:
         """Does what the spec says."""
         keras.config.set_dtype_policy(self.spec.precision)
         self.begin()
-        self.given = self.train.fit()
         if self.spec.restart == "none" or self.rank is None:
             epochs = {"epochs": self.spec.epochs, "initial_epoch": self.spec.initial_epoch}
             self.fit(self.given, **epochs)
         else:
-            self.restart(self.given)
+            self.restart()
         for number, action in enumerate(self.spec.then):
             self.step = f"then {number}, {action},"
             getattr(self, f"then_{action}")()
@@ -176,15 +176,15 @@ class Program:
         found["iterations"] = int(optimizer.iterations)
         self.seen |= {f"{self.step} {name}": value for name, value in found.items()}
 
-    def restart(self, given: dict[str, Any]) -> None:
+    def restart(self) -> None:
         """Breaks off, and goes on with all new."""
         every = {"epoch": "epoch", "batch": 1}[self.spec.restart]
         checkpoint = functools.partial(self.hvd.callbacks.Checkpoint, self.folder / "state")
         with contextlib.suppress(StopError):
             stop = stopping(self.spec.restart)
-            self.fit(given, checkpoint(save_freq=every), stop, epochs=self.spec.epochs)
+            self.fit(self.given, checkpoint(save_freq=every), stop, epochs=self.spec.epochs)
         self.begin()
-        self.fit(self.train.fit(), checkpoint(save_freq=every), epochs=self.spec.epochs)
+        self.fit(self.given, checkpoint(save_freq=every), epochs=self.spec.epochs)
 
     def then_fit(self) -> None:
         self.fit(self.given, epochs=1)
@@ -198,7 +198,8 @@ class Program:
         if self.hvd:
             options["callbacks"] = [self.hvd.callbacks.MetricAverageCallback()]
         form = "padded" if self.spec.validation == "padded" else "sharded"
-        data = self.validation.evaluation(form)
+        spec = View({**self.spec.spec, "validation": form})
+        data = Feed(spec, "validation", self.rank, self.size).evaluation(form)
         self.seen[f"{self.step} evaluated"] = self.evaluated(data, **options)
 
     def then_evaluate_all(self) -> None:
