@@ -30,8 +30,9 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
     ``shard_state=True``, of which the root has its own only.
 
     At the end of each epoch, before validation and checkpoints, the moving statistics of batch
-    normalisation are averaged over the ranks; during the epoch each rank's cover its own batches
-    only. ``hvd.SyncBatchNormalization`` computes the statistics of one process.
+    normalisation, and gradients that are accumulated for a later update, are averaged over the
+    ranks; during the epoch each rank's cover its own batches only. ``hvd.SyncBatchNormalization``
+    computes the statistics of one process.
 
     A state that ``Checkpoint`` has restored is not overwritten, in whatever order the two callbacks
     are given.
@@ -79,6 +80,8 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
         described = map(specs.spec_of, model_ranks.without_local(self.model.variables))
         specs.check_specs("broadcast", list(described), process_set)
         shared = model_ranks.without_local(variables.of_training(self.model))
+        own = variables.average_accumulated(self.model, process_set)  # of an earlier fit
+        shared = [v for v in shared if not any(v is other for other in own)]
         hvd.broadcast_variables(shared, self.root_rank, process_set)
         preprocessing.refresh(self.model)
 
@@ -104,3 +107,4 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
             self._epoch_runs = False
             statistics = variables.moving_statistics(self.model._flatten_layers())
             variables.average_variables(model_ranks.without_local(statistics), self.process_set)
+            variables.average_accumulated(self.model, self.process_set)

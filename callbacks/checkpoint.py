@@ -7,15 +7,15 @@ import pathlib
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from hvd_keras.callbacks.base import Callback
 
 from hvd_keras.gradients import model_ranks, shards
-from hvd_keras.hooks import preprocessing, variables
+from hvd_keras.hooks import preprocessing, resuming, variables
 from hvd_keras.hooks.fits import Fit, check_built, running
-from hvd_keras.hooks.positions import NAME, Positions, Skipping
+from hvd_keras.hooks.positions import Positions
 from hvd_keras.rows.sources import Passes
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import Variable, innermost, is_legacy, replace_values
@@ -32,10 +32,10 @@ class Checkpoint(Callback):  # type: ignore[misc]
     data depends on its number only, as that of ``hvd.data.shard`` does.
 
     Saved are weights, moving statistics, optimizer variables including the learning rate, epoch and
-    batch, and the states of random generators: those of layers (dropout) and the global ones of
-    Python and NumPy. Not saved is the Python state of other callbacks, such as the patience of
-    ``EarlyStopping``. docs/checkpoints.md describes other data, restarts on another number of
-    ranks, and the files.
+    batch, the metrics of the epoch so far, what Keras's callbacks decide by (such as the patience
+    of ``EarlyStopping``), and the states of random generators: those of layers (dropout) and the
+    global ones of Python and NumPy. Not saved is the Python state of other callbacks.
+    docs/checkpoints.md describes other data, restarts on another number of ranks, and the files.
 
     The values are taken between two steps and written by a thread while training goes on. Until
     that is done, rank 0 holds them twice, as far as training has changed them.
@@ -44,9 +44,10 @@ class Checkpoint(Callback):  # type: ignore[misc]
     are divided between ranks (``hvd.layers``) and an optimizer's state in shares
     (``shard_state=True``), of which all write and read their parts.
 
-    In ``fit``, put it after the callbacks that change the model or the optimizer. A script may pass
-    one instance to several ``fit``, one after the other: started again, it returns from those that
-    were complete without training, and continues in the one that was interrupted.
+    In ``fit`` it runs after all other callbacks, so it saves what they have changed, and its state
+    replaces theirs. A script may pass one instance to several ``fit``, one after the other: started
+    again, it returns from those that were complete without training, and continues in the one that
+    was interrupted.
 
     Args:
         directory: the folder of the files, on rank 0; use it for one training only.
@@ -72,6 +73,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
     """
 
     _hvd_needs_variables = True
+    _hvd_runs_last = True
 
     def __init__(
         self,
@@ -98,9 +100,10 @@ class Checkpoint(Callback):  # type: ignore[misc]
         self.keep = keep
         self.save_freq = save_freq
         self.restore = restore
-        self._found: _Found | None = None
+        self._found: per_rank.Found | None = None
         self._initial_epoch: int | None = None
-        self._skipping: Skipping | None = None
+        self._training = ""  # its id, on rank 0
+        self._resuming: resuming.Resuming | None = None
         self._epoch = 0
         self._batches = 0  # done in this epoch
         self._rate: float | None = None  # the learning rate that the script sets
@@ -125,7 +128,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         assert fit is not None
         self._check(fit.process_set)
         # In case an earlier fit broke off.
-        self._stop_skipping()
+        self._resuming = None
         self._writing.forget()
         found = self._find()
         epochs = self.params["epochs"]
@@ -143,19 +146,24 @@ class Checkpoint(Callback):  # type: ignore[misc]
         # The epochs of each fit until then: if more of them follow, this one was complete.
         fits = found.metadata["fits"]
         is_complete = len(fits) > len(self._fits) and fits[: len(self._fits)] == self._fits
+        has_stopped = found.metadata["stopped"] and fits == self._fits
         self._restore(found)
         fit.restored = True
-        if is_complete:
-            self.model._initial_epoch = epochs
-        else:
+        if not is_complete:
             self._found = None
             self._go_on(found, fit)
+        if is_complete or has_stopped:
+            self.model._initial_epoch = epochs
         if self._hvd_process_set.rank() == 0:
-            print(f"hvd_keras: {_message(found, epochs, is_complete)}", file=sys.stderr, flush=True)
+            told = _message(found, epochs, is_complete, has_stopped)
+            print(f"hvd_keras: {told}", file=sys.stderr, flush=True)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch, self._batches = epoch, 0
-        if self._skipping is None:  # otherwise the epoch began in another process
+        if self._resuming is not None:  # the epoch began in another process
+            self._batches = self._resuming.batches
+            self._resuming.put_back()
+        else:
             for passes in self._passes:
                 passes.epoch = passes.next, passes.begun
         self.model._initial_epoch = None  # otherwise a later fit would start there, too
@@ -163,11 +171,6 @@ class Checkpoint(Callback):  # type: ignore[misc]
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self._writing.look()
         before, self._batches = self._batches, batch + 1
-        if self._skipping is not None:
-            if self._batches >= self._skipping.batches:
-                self._skipping.put_back()
-                self._stop_skipping()
-            return
         steps = self.params.get("steps")
         if steps is not None and self._batches >= steps:
             return  # the end of the epoch follows
@@ -177,12 +180,11 @@ class Checkpoint(Callback):  # type: ignore[misc]
             self._save(self._epoch, self._batches)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if self._skipping is not None:
-            expected = self._skipping.batches
-            self._stop_skipping()
+        resumed, self._resuming = self._resuming, None
+        if resumed is not None and resumed.passed < resumed.batches:
             raise ValueError(
-                f"Checkpoint: the data ended after {self._batches} batches of epoch {epoch}, but "
-                f"the model had seen {expected} when the checkpoint was written. "
+                f"Checkpoint: the data ended after {resumed.passed} batches of epoch {epoch}, but "
+                f"the model had seen {resumed.batches} when the checkpoint was written. "
                 "Pass the same data to fit, or train from scratch with restore=False."
             )
         self._save(epoch + 1, 0)
@@ -190,11 +192,6 @@ class Checkpoint(Callback):  # type: ignore[misc]
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self.model._initial_epoch = None
         self._writing.finish()
-
-    def _stop_skipping(self) -> None:
-        if self._skipping is not None:
-            self._skipping.stop()
-            self._skipping = None
 
     def _check(self, of_fit: ProcessSet) -> None:
         check_built(self.model)
@@ -216,51 +213,15 @@ class Checkpoint(Callback):  # type: ignore[misc]
             views = agree.by_rank(gathered, own)
             raise ValueError(f"Checkpoint: the ranks' arguments differ: {views}.")
 
-    def _find(self) -> "_Found | None":
+    def _find(self) -> per_rank.Found | None:
         """Return what rank 0 has found, on all ranks. Reads the directory once."""
-        if self._initial_epoch is not None:
-            return self._found
-        own = self._hvd_process_set
-        damaged: dict[str, str] = {}  # what is wrong, by path
-        while True:
-            # Of values only rank 0's copy is read; the others need what describes them.
-            read = agree.on_leader("Checkpoint", functools.partial(self._read, damaged), own)
-            content, seen = read or (None, None)
-            path, metadata, stored, damaged = agree.gather_json("checkpoint found", seen, own)[0]
-            # Each rank verifies some of the parts; a damaged one makes the whole unusable.
-            problem = per_rank.problem_of(self.directory, metadata, own)
-            if problem is None:
-                break
-            damaged[path] = problem  # one more file is skipped
-        reasons = "; ".join(f"{path}: {reason}" for path, reason in damaged.items())
-        if damaged and path is None:
-            raise RuntimeError(
-                f"Checkpoint: all checkpoints are damaged: {reasons}. To train from scratch, "
-                "delete them or pass restore=False."
-            )
-        self._initial_epoch = metadata.get("epoch", 0)
-        if path is not None:
-            position = stored.pop() if stored and stored[-1][0] == NAME else None
-            self._found = _Found(path, metadata, stored, position, content)
-        if damaged and own.rank() == 0:
-            warnings.warn(f"Checkpoint: damaged: {reasons}. Restoring {path}.", stacklevel=3)
+        if self._initial_epoch is None:
+            own = self._hvd_process_set
+            self._found, self._training = per_rank.find(self.directory, self.restore, own)
+            self._initial_epoch = self._found.metadata["epoch"] if self._found else 0
         return self._found
 
-    def _read(self, damaged: dict[str, str]) -> tuple[Any, Any]:
-        """Read the last intact checkpoint; return it, and what all ranks must know of it."""
-        storage.remove_unfinished(self.directory)
-        per_rank.remove_others(self.directory)
-        found = storage.read_last(self.directory, damaged) if self.restore else None
-        if found is None:
-            return None, (None, {}, [], damaged)
-        path, content = found
-        stored = [
-            (v.path, v.value.shape[v.by_rank :], v.value.dtype.name, v.by_rank)
-            for v in content.variables
-        ]
-        return content, (str(path), content.metadata, stored, damaged)
-
-    def _restore(self, found: "_Found") -> None:
+    def _restore(self, found: per_rank.Found) -> None:
         own = variables.of_training(self.model)
         same_ranks = found.metadata["ranks"] == self._hvd_process_set.size()
         self._refuse_what_does_not_fit(found, own, same_ranks)
@@ -275,17 +236,13 @@ class Checkpoint(Callback):  # type: ignore[misc]
             saved = float(self.model.optimizer.learning_rate)
             self.model.optimizer.learning_rate = saved * self._rate / found.metadata["rate"]
 
-    def _assign(self, found: "_Found", own: list[Any]) -> None:
+    def _assign(self, found: per_rank.Found, own: list[Any]) -> None:
         process_set, ranks = self._hvd_process_set, found.metadata["ranks"]
-        for i, (variable, (_, shape, dtype, by_rank)) in enumerate(
-            zip(own, found.stored, strict=True)
-        ):
+        for i, (variable, described) in enumerate(zip(own, found.stored, strict=True)):
             if str(i) in found.tables:
                 continue  # it is in the ranks' files
-            mine = found.content.variables[i].value if found.content else None
-            shape = [ranks, *shape] if by_rank else shape
-            value = per_rank.to_all_ranks(shape, dtype, mine, process_set)
-            if by_rank:
+            value = found.value(i, process_set)
+            if described[-1]:
                 # On another number of ranks, only moving statistics and seeds (set below) get here.
                 same = ranks == process_set.size()
                 value = value[process_set.rank()] if same else per_rank.mean(value)
@@ -295,8 +252,9 @@ class Checkpoint(Callback):  # type: ignore[misc]
             seeds = variables.seed_states(self.model._flatten_layers())
             variables.give_each_rank_its_own_randomness(seeds, process_set)
 
-    def _go_on(self, found: "_Found", fit: Fit) -> None:
+    def _go_on(self, found: per_rank.Found, fit: Fit) -> None:
         self.model._initial_epoch = found.metadata["epoch"]
+        metrics = self._take_over(found, fit)
         value = found.content.variables[-1].value if found.content and found.position else None
         states = found.metadata["passes"]
         if len(states) == len(self._passes):
@@ -323,9 +281,37 @@ class Checkpoint(Callback):  # type: ignore[misc]
             fit.looks_at_data = False  # the first batch is that after those skipped
         if batches:
             own = variables.of_training(self.model)
-            self._skipping = Skipping(self.model, own, batches, reads=not seeks)
+            self._resuming = resuming.Resuming(fit, own, batches, not seeks, metrics)
 
-    def _batches_seen(self, found: "_Found") -> int:
+    def _take_over(self, found: per_rank.Found, fit: Fit) -> list[Any]:
+        """Give callbacks the state that they had; return the metrics' values for this rank."""
+        metrics, arrays = [], []
+        rank, ranks = self._hvd_process_set.rank(), found.metadata["ranks"]
+        for number, described in enumerate(found.more, len(found.stored)):
+            path, *_, by_rank = described
+            value = found.value(number, self._hvd_process_set)
+            if path.startswith(per_rank.CALLBACK):
+                arrays.append((path, value[rank % len(value)] if by_rank else value))
+            elif ranks == self._hvd_process_set.size():
+                metrics.append(value[rank] if by_rank else value)
+            else:  # states are sums, of which one rank may have all
+                total = value.sum(axis=0) if by_rank else value * ranks
+                metrics.append(total if rank == 0 else np.zeros_like(total))
+        numbers = found.metadata["callbacks"]
+        resuming.set_state(fit.callbacks, numbers[rank % len(numbers)], arrays)
+        if metrics:
+            fit.backend.build_metrics(fit)
+            now = [tuple(v.shape) for v in resuming.metric_variables(self.model)]
+            if now != [value.shape for value in metrics]:
+                warnings.warn(
+                    "Checkpoint: the metrics are not those that the checkpoint has, so the "
+                    "metrics of this epoch are those of its remaining batches.",
+                    stacklevel=4,
+                )
+                return []
+        return metrics
+
+    def _batches_seen(self, found: per_rank.Found) -> int:
         then, batch = found.metadata["ranks"], found.metadata["batch"]
         now = self._hvd_process_set.size()
         calls = self.model.steps_per_execution
@@ -341,7 +327,9 @@ class Checkpoint(Callback):  # type: ignore[misc]
             )
         return int(batches)
 
-    def _refuse_what_does_not_fit(self, found: "_Found", own: list[Any], same_ranks: bool) -> None:
+    def _refuse_what_does_not_fit(
+        self, found: per_rank.Found, own: list[Any], same_ranks: bool
+    ) -> None:
         differences = per_rank.differences(found.stored, found.metadata, own)
         if not same_ranks:
             layers = list(self.model._flatten_layers())
@@ -381,10 +369,18 @@ class Checkpoint(Callback):  # type: ignore[misc]
         self._writing.finish()  # no more than one copy of the state is held
         process_set = self._hvd_process_set
         own = variables.of_training(self.model)
-        values = per_rank.values_of(own)
+        metrics = resuming.metric_variables(self.model) if batch else []
+        fit = running(self.model)
+        callbacks = fit.callbacks if fit else []
+        mine_now = [bool(self.model.stop_training), resuming.numbers_of(callbacks)]
+        states = agree.gather_if_different("checkpoint callbacks", mine_now, process_set)
+        states = states or [mine_now]
+        arrays = resuming.arrays_of(callbacks, states[0][1])
+        values = [*per_rank.values_of([*own, *metrics]), *(value for _, value in arrays)]
         # Most variables are equal, by construction: these are written from rank 0 alone.
         equal = self._compared_by_fit()
-        differing = per_rank.of_each_rank(own, values, equal, process_set)
+        everything = [*own, *metrics, *arrays]
+        differing = per_rank.of_each_rank(everything, values, equal, process_set)
         random_state = per_rank.random_state()
         # 13 KB each, and mostly equal: then a hash of each travels, and one state is written.
         random_states = agree.gather_if_different(
@@ -392,7 +388,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         )
         positions = self._positions.save(batch) if self._positions else []
         path = storage.path_of(self.directory, epoch, batch)
-        tables, parts = per_rank.describe(own), per_rank.parts_of(own, values)
+        tables, parts = per_rank.describe(own), per_rank.parts_of(own, values[: len(own)])
         files = per_rank.names_of(path, tables, process_set)
         names = [file.name for file in files]
         metadata: dict[str, Any] = {
@@ -403,21 +399,25 @@ class Checkpoint(Callback):  # type: ignore[misc]
             "fits": [*self._fits],
             "passes": [passes.state(batch) for passes in self._passes],
             "random": random_states or [random_state],
+            "stopped": any(stops for stops, _ in states),
+            "callbacks": [numbers for _, numbers in states],
             "parts": {"tables": tables, "files": names},
         }
         mine = files[process_set.rank()] if files else path
         stored = []
         if process_set.rank() == 0:  # the others hold no copy
-            for i, variable in enumerate(own):
+            names_now = [variable.path for variable in own]
+            names_now += [per_rank.METRIC + variable.path for variable in metrics]
+            names_now += [name for name, _ in arrays]
+            for i, (name, value) in enumerate(zip(names_now, values, strict=True)):
                 # Those of tables are in the parts.
-                value = values[i].reshape(-1)[:0] if str(i) in tables else values[i]
-                value = differing.get(i, value)
-                stored.append(storage.Variable(variable.path, i in differing, value))
+                value = value.reshape(-1)[:0] if str(i) in tables else value
+                stored.append(storage.Variable(name, i in differing, differing.get(i, value)))
             stored += positions
 
         def write() -> None:
             if stored:
-                storage.write(path, metadata, stored)
+                storage.write(path, metadata, stored, self._training)
                 storage.prune(path, self.keep)
                 per_rank.remove_others(self.directory, path, names)
 
@@ -433,26 +433,14 @@ class Checkpoint(Callback):  # type: ignore[misc]
         self._writing.begin(steps, undo)
 
 
-@dataclass
-class _Found:
-    """A checkpoint as all ranks know it."""
-
-    path: str
-    metadata: dict[str, Any]
-    stored: list[Any]  # (path, shape, dtype, whether by rank) of each variable
-    position: Any  # the same of the ranks' positions in the data; None without
-    content: storage.Content | None  # only on rank 0
-
-    @property
-    def tables(self) -> dict[str, Any]:
-        """What is in the files of each rank."""
-        tables: dict[str, Any] = self.metadata.get("parts", {}).get("tables", {})
-        return tables
-
-
-def _message(found: _Found, epochs: int, is_complete: bool) -> str:
+def _message(found: per_rank.Found, epochs: int, is_complete: bool, has_stopped: bool) -> str:
     epoch, batch = found.metadata["epoch"], found.metadata["batch"]
     name = pathlib.Path(found.path).stem
+    if has_stopped:
+        return (
+            f"{name} is the end of a fit that a callback stopped after epoch {epoch}, so nothing "
+            "is left to train. To train again, change epochs, or use Checkpoint(…, restore=False)"
+        )
     if is_complete:
         return f"{name} was written in a later fit, so this one is not repeated"
     if epoch >= epochs:

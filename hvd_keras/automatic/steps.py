@@ -185,15 +185,15 @@ def _checks(leaves: list[Any], is_whole: bool) -> list[Any]:
     """Ops that fail on all ranks if their batches differ, or have parts of different lengths."""
     rows = [] if is_whole else [_rows(leaf) for leaf in leaves]
 
-    # All are equal if the mean of the squares is that squared, which is exact in float64.
+    # All are equal if the mean of the squares is the squared mean, which is exact in float64.
     def digest(*parts: Any) -> Any:
-        crc = functools.reduce(lambda before, part: agree.crc(part, before), parts, 0)
-        return np.float64(crc & 0xFFFFF)
+        of_all = functools.reduce(lambda before, part: agree.digest(part, before), parts, 0)
+        return np.array([of_all >> shift & 0x1FFFFF for shift in (0, 21, 42)], np.float64)
 
     parts = tf.nest.flatten(leaves, expand_composites=True)
-    mine = tf.ensure_shape(tf.numpy_function(digest, parts, tf.float64), [])
+    mine = tf.ensure_shape(tf.numpy_function(digest, parts, tf.float64), [3])
     (both,) = ops.reduce_tensors([tf.stack([mine, mine * mine])], op=ops.Sum, name="batch is equal")
-    same = tf.equal(rank_info.size() * both[1], both[0] * both[0])
+    same = tf.reduce_all(tf.equal(rank_info.size() * both[1], both[0] * both[0]))
     differ = (
         "hvdrun --auto: the ranks have different data, as the script draws random numbers without "
         "a seed, or reads other files on each rank. Add keras.utils.set_random_seed(1) as its "

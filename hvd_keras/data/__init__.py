@@ -1,6 +1,7 @@
 """``hvd.data``: every row is used once, and every rank makes the same number of steps."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -19,7 +20,7 @@ from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 def shard(
     source: Any,
     *,
-    batch_size: int | None = None,
+    batch_size: int | Sequence[int] | None = None,
     shuffle: bool | int | None = None,
     seed: int = 0,
     start_epoch: int = 0,
@@ -52,7 +53,9 @@ def shard(
               rows by number, such as ``row = source[7]``: a nest of numbers, strings and arrays of
               the same shapes in all rows. It is shuffled as files are.
         batch_size: rows per rank and step. Optional for a batched dataset: by default each of its
-            batches is one rank's batch. Not allowed for a PyDataset.
+            batches is one rank's batch. Not allowed for a PyDataset. A list has one number for each
+            rank, such as [64, 32] for a fast and a slow machine, for sources with rows by number
+            (arrays, files, Hugging Face); ``fit`` counts each row alike.
         shuffle: whether to shuffle each epoch anew, by ``seed`` and the epoch's number, so that a
             rerun repeats the order. A PyDataset's batches are shuffled as wholes; a shorter last
             one stays last. For a tf.data.Dataset, True holds all rows in memory, and a number holds
@@ -98,15 +101,14 @@ def shard(
     process_set.check_included("data.shard")
     keeps_size = uneven is None and datasets.has_static_batches(source)
     mode = uneven or ("trim" if keeps_size else "share")
-    split = Split(process_set.rank(), process_set.size(), mode, evaluation)
-
     source = opened(source, Records, process_set)
 
-    def look() -> Source:
-        sources.check_arguments(batch_size, seed, start_epoch, uneven)
-        return _open(source, batch_size, shuffle, seed, split)
+    def look() -> tuple[Source, Split]:
+        size, split = _split(batch_size, mode, evaluation, process_set)
+        sources.check_arguments(size, seed, start_epoch, uneven)
+        return _open(source, size, shuffle, seed, split), split
 
-    rows = agree.on_all_ranks("hvd.data.shard", look, process_set)
+    rows, split = agree.on_all_ranks("hvd.data.shard", look, process_set)
     given = f"{shuffle=}, {seed=}, {start_epoch=}, {uneven=}, {evaluation=}"
     sources.check_source(rows, given, split, uneven, shuffle is False, process_set)
     is_dataset = isinstance(source, tf.data.Dataset)
@@ -167,6 +169,33 @@ def passes_of(dataset: Any) -> list[Passes]:
     return [node._hvd_passes for node in nodes if hasattr(node, "_hvd_passes")]
 
 
+def repeats(dataset: Any) -> bool:
+    """Whether a pass over a dataset may have several over a sharded source."""
+    nodes = datasets.nodes(dataset) if isinstance(dataset, tf.data.Dataset) else ()
+    return any(datasets.kind_of(node) == "Repeat" for node in nodes)
+
+
+def repeated(dataset: Any) -> Passes | None:
+    """Return the passes over a sharded source that is repeated; None if there is none.
+
+    Each element of the dataset must be made of one batch of the source.
+    """
+    return _pass_below(dataset) if repeats(dataset) else None
+
+
+def batch_of(dataset: Any) -> int | None:
+    """Return how many rows of a sharded source a batch of this rank has; None for other data."""
+    passes = _pass_below(dataset)
+    return None if passes is None else passes.source.batch_size * passes.split.parts
+
+
+def _pass_below(dataset: Any) -> Passes | None:
+    if not isinstance(dataset, tf.data.Dataset):
+        return None
+    node = datasets.below(dataset, datasets.PASSING_ON | {"Repeat"})
+    return getattr(node, "_hvd_pass", None)
+
+
 def seekable(dataset: Any) -> Passes | None:
     """Return the passes of a sharded source that can begin at any row; None if there is none.
 
@@ -177,12 +206,34 @@ def seekable(dataset: Any) -> Passes | None:
     return passes if passes is not None and passes.source.unit else None
 
 
+def _split(
+    batch_size: int | Sequence[int] | None, mode: str, evaluation: bool, process_set: ProcessSet
+) -> tuple[int | None, Split]:
+    """Return the rows per share and step, and the shares of this rank: one, without a list."""
+    rank, ranks = process_set.rank(), process_set.size()
+    if not isinstance(batch_size, list | tuple):
+        return batch_size, Split(rank, ranks, mode, evaluation)  # type: ignore[return-value]
+    if len(batch_size) != ranks or not all(isinstance(n, int) and n > 0 for n in batch_size):
+        raise ValueError(
+            f"{batch_size=}, expected {ranks} numbers of 1 or more, one for each rank."
+        )
+    # As if more ranks had equal batches, of which this one has several.
+    size = math.gcd(*batch_size)
+    first, last = (sum(batch_size[:r]) // size for r in (rank, rank + 1))
+    return size, Split(first, sum(batch_size) // size, mode, evaluation, last - first)
+
+
 def _open(
     source: Any, batch_size: int | None, shuffle: bool | int | None, seed: int, split: Split
 ) -> Source:
     parts = tf.nest.flatten(source) if isinstance(source, tuple | list | dict) else [source]
     if any(isinstance(part, tf.RaggedTensor | tf.SparseTensor) for part in parts):
         source = tf.data.Dataset.from_tensor_slices(source)
+    if split.parts != 1 and isinstance(source, tf.data.Dataset | PyDataset):
+        raise ValueError(
+            f"batch_size is a list, and the source is a {type(source).__name__}; expected arrays, "
+            "files or rows by number. Or give each rank its own data, of any batch size."
+        )
     if isinstance(source, tf.data.Dataset):
         return datasets.of_dataset(source, batch_size, shuffle, seed, split)
     everything = shuffle is None or shuffle

@@ -37,7 +37,7 @@ def _source(reader: reading.Reader, spec: Any, split: Split) -> Source:
     specs = [*tf.nest.flatten(spec), tf.TensorSpec((), tf.float32)]
     length, batch_size = reader.length, reader.batch_size
     # Fixed shapes let TensorFlow trace the step once; a shorter last step would be a second trace.
-    rows = None if split.has_short_step(length, batch_size) else batch_size
+    rows = None if split.has_short_step(length, batch_size) else batch_size * split.parts
 
     def read_step(epoch: int, row: int, step: int) -> list[Any]:
         parts, weights = reader.read_step(epoch, row, step)
@@ -127,7 +127,7 @@ def of_rows(
         return steps_read.map(change, tf.data.AUTOTUNE) if changes else steps_read
 
     # Fixed shapes let TensorFlow trace the step once.
-    known = None if split.has_short_step(length, batch_size) else batch_size
+    known = None if split.has_short_step(length, batch_size) else batch_size * split.parts
 
     def _find(*place: Any) -> Any:
         # Each tensor costs time in each step, so none travels that is not needed.
@@ -143,4 +143,11 @@ def of_rows(
     spec = batches(zero, zero).element_spec
     numbers = length, batch_size, steps, split.left_out(length, batch_size)
     described = table.description, shares.is_shuffled, batches, 1
-    return Source(spec[0] if pads else spec, *numbers, *described)
+    of_row = tf.nest.map_structure(_of_row, spec[0] if pads else spec)
+    return Source(of_row, *numbers, *described)
+
+
+def _of_row(spec: Any) -> Any:
+    """The specification of a row, by that of a batch, whose size may differ by rank."""
+    is_tensor = isinstance(spec, tf.TensorSpec) and spec.shape.rank
+    return tf.TensorSpec(spec.shape[1:], spec.dtype) if is_tensor else spec

@@ -36,8 +36,8 @@ class Position:
         self._iterator: Any = None
         self._restored = b""
 
-    def open(self) -> Any:
-        """Return an iterator, for ``fit``."""
+    def __iter__(self) -> Any:
+        """Return the iterator for ``fit``."""
         self._iterator = iter(self._dataset)
         if self._restored:
             state = tf.io.parse_tensor(self._restored, tf.variant)
@@ -80,7 +80,8 @@ class Position:
     def restore(self, saved: bytes) -> None:
         """Let the iterator that is opened next go on there; more bytes may follow."""
         length, _, number, begun = _HEADER.unpack_from(saved)
-        self._passes.restore([number, begun, 0, 0])
+        passes = self._passes
+        passes.restore([number, begun, 0, 0, passes.first or 0, passes.read])
         self._restored = saved[_HEADER.size : _HEADER.size + length]
 
     def _digest(self) -> int:
@@ -95,8 +96,9 @@ class Position:
             if tf.is_tensor(value) and value.ndim == 0 and name != "_num_parallel_calls"
             if value.dtype not in (tf.variant, tf.resource)
         ]
-        rows, split = self._passes.source, self._passes.split
-        return agree.crc([*numbers, f"{split} {rows.length} {rows.batch_size} {rows.description}"])
+        rows = self._passes.source
+        described = f"{self._passes.split} {rows.length} {rows.batch_size} {rows.description}"
+        return agree.digest([*numbers, described])
 
 
 def of(dataset: Any, repeats: bool) -> Position | None:

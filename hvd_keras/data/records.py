@@ -45,8 +45,8 @@ class Records:
         self._firsts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         self.length = int(self._firsts[-1])
         names = [os.path.basename(path) for path in paths]
-        digest = agree.crc(np.array([*names, *map(str, counts)]))
-        self.description = f"{len(paths)} files {digest:08x}"
+        digest = agree.digest(np.array([*names, *map(str, counts)]))
+        self.description = f"{len(paths)} files {digest:016x}"
 
         # What look_up returns of each row.
         self.specs, self.row_bytes = [np.empty(0, np.int64)] * 3, 24.0
@@ -87,8 +87,8 @@ class Records:
         index = path.with_name(f".{path.name}.hvd-index")
         if self._index is not None:
             # Files of several folders may have the same name.
-            name = agree.crc(np.array([str(path.absolute())]))
-            index = pathlib.Path(self._index) / f"{name:08x}{index.name}"
+            name = agree.digest(np.array([str(path.absolute())]))
+            index = pathlib.Path(self._index) / f"{name:016x}{index.name}"
         facts = path.stat()
         expected = (_MAGIC, facts.st_size, facts.st_mtime_ns)
         if (offsets := _load(index, expected)) is None:

@@ -2,9 +2,11 @@
 
 import contextvars
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from hvd_keras.runtime import rank_info
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
 #: Whether automatic mode is on: scripts are those of one process, and every rank has all rows.
 is_on = False
@@ -61,26 +63,43 @@ class Part:
 
     def gather(self, value: Any, name: str) -> Any:
         """All ranks' rows of tensors in a structure; of scalars their mean by rows."""
-        import tensorflow as tf
+        return gather(value, name, global_process_set, self.share, self.of_mine)
 
-        from hvd_keras import ops
 
-        def of_all(part: Any, name: str) -> Any:
-            part = tf.convert_to_tensor(part)
-            if part.shape.rank == 0:
-                share = tf.cast(self.share, part.dtype)
-                (total,) = ops.reduce_tensors([share * part], op=ops.Sum, name=name)
-                return total
-            mask = getattr(part, "_keras_mask", None)
-            gathered = ops.allgather(self.of_mine(part), name=name)
-            if mask is not None:
-                gathered._keras_mask = ops.allgather(self.of_mine(mask), name=f"{name} mask")
-            return gathered
+def gather(
+    value: Any,
+    name: str,
+    process_set: ProcessSet,
+    share: Any,
+    of_mine: Callable[[Any], Any] = lambda rows: rows,
+) -> Any:
+    """All ranks' rows of tensors in a structure; the sum of scalars times the ranks' shares.
 
-        parts = enumerate(tf.nest.flatten(value))
-        return tf.nest.pack_sequence_as(
-            value, [part if part is None else of_all(part, f"{name} {i}") for i, part in parts]
-        )
+    Args:
+        of_mine: returns those that count of the rows that this rank has.
+    """
+    import tensorflow as tf
+
+    from hvd_keras import ops
+
+    def of_all(part: Any, name: str) -> Any:
+        part = tf.convert_to_tensor(part)
+        if part.shape.rank == 0:
+            part = tf.cast(share, part.dtype) * part
+            (total,) = ops.reduce_tensors([part], op=ops.Sum, name=name, process_set=process_set)
+            return total
+        mask = getattr(part, "_keras_mask", None)
+        gathered = ops.allgather(of_mine(part), name=name, process_set=process_set)
+        if mask is not None:
+            gathered._keras_mask = ops.allgather(
+                of_mine(mask), name=f"{name} mask", process_set=process_set
+            )
+        return gathered
+
+    parts = enumerate(tf.nest.flatten(value))
+    return tf.nest.pack_sequence_as(
+        value, [part if part is None else of_all(part, f"{name} {i}") for i, part in parts]
+    )
 
 
 #: The part of the batch that the present step of a model gets.

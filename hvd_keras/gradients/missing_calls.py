@@ -316,7 +316,7 @@ _NO_VALUES = "no values"
 
 def _digest(variables: Sequence[Any]) -> int | str | None:
     """Hash the values that were not broadcast; None if none exist or they are unknown."""
-    crc = 0
+    digest = 0
     with outside_graphs():
         if not is_eager():
             return None  # TensorFlow 1
@@ -327,8 +327,8 @@ def _digest(variables: Sequence[Any]) -> int | str | None:
         if not all(v.is_initialized() for v in inner if hasattr(v, "is_initialized")):
             return _NO_VALUES
         for variable in unknown:
-            crc = agree.crc(values_of(variable), crc)
-    return crc
+            digest = agree.digest(values_of(variable), digest)
+    return digest
 
 
 def count_requests(*kinds: str) -> int:

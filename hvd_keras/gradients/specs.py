@@ -10,7 +10,6 @@ import math
 import re
 import sys
 import warnings
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -230,14 +229,14 @@ def flat(value: Any, path: str) -> Description:
     if value is None or isinstance(value, (bool, int, float, str)):
         text = repr(value)
     elif isinstance(value, (np.ndarray, np.generic)):
-        text = f"{value.dtype}{list(value.shape)} {zlib.crc32(value.tobytes()):08x}"
+        text = f"{value.dtype}{list(value.shape)} {agree.digest(value):016x}"
     elif hasattr(value, "get_config") and not isinstance(value, type):
         # Some losses of Keras leave arguments out of their configuration.
         arguments = getattr(value, "_fn_kwargs", {})
         return {path: type(value).__name__, **flat(arguments | value.get_config(), path)}
     else:
         text = str(getattr(value, "__name__", type(value).__name__))
-    return {path: text if len(text) <= 100 else f"{text[:60]}… {zlib.crc32(text.encode()):08x}"}
+    return {path: text if len(text) <= 100 else f"{text[:60]}… {agree.digest(text):016x}"}
 
 
 def check_described(name: str, mine: Description, process_set: ProcessSet) -> None:

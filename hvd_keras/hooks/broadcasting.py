@@ -69,7 +69,7 @@ def broadcast_variables(
     return None
 
 
-def build(model: Any, element_spec: Any) -> Exception | None:
+def build(model: Any, element_spec: Any, whole_step: bool = False) -> Exception | None:
     """Create the variables of a compiled model, its metrics and its optimizers.
 
     Traces the model's own ``train_step``, if it has one, or else the forward pass, into a graph
@@ -77,6 +77,7 @@ def build(model: Any, element_spec: Any) -> Exception | None:
 
     Args:
         element_spec: the spec of the argument of ``train_step``, a ``Dataset.element_spec``.
+        whole_step: trace Keras's own step, too, which creates the variables of metrics.
 
     Returns:
         The exception that the model raised, if it cannot be traced; then variables may be missing.
@@ -95,7 +96,7 @@ def build(model: Any, element_spec: Any) -> Exception | None:
         model.train_step(data)
 
     # A step of the user's may use several optimizers; Keras's own needs the forward pass alone.
-    traced = step if has_own_step else forward
+    traced = step if has_own_step or whole_step else forward
     if hasattr(model, "_autoconvert_optionals"):
         traced = model._autoconvert_optionals(traced)
     with agree.within(agree.is_building, True):

@@ -27,8 +27,11 @@ class Fit:
     goes_on: bool = False  # an epoch begins within a pass over sharded data, where the last ended
     seekable: Any = None  # the same, if they can continue at any row
     position: Any = None  # in data that cannot, if it can be saved
+    iterator: Any = None  # Keras's, over the batches of each epoch
+    dataset: Any = None  # over which it iterates
     problem: Exception | None = None  # of this rank's model, which could not be traced
     unbuilt: str = ""  # which ranks' models have no variables, and why
+    mixes: str = ""  # a layer that computes a row from other rows of the batch
     monitored: Sequence[str] = ()  # what callbacks of any rank decide by
     ends_on_nan: bool = False  # a rank has TerminateOnNaN
     # All ranks have the same ModelCheckpoint, and so can wait for each other there.
@@ -70,6 +73,8 @@ validation: contextvars.ContextVar[Validation | None] = contextvars.ContextVar(
 )
 #: Models whose validation needs the numbers of all ranks.
 weighed: weakref.WeakSet[Any] = weakref.WeakSet()
+#: Models whose ranks' batches may have different numbers of rows, which training counts.
+counting_rows: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def running(model: Any) -> Fit | None:

@@ -45,9 +45,13 @@ def fit(backend: Any, fit_alone: Callable[..., Any], model: Any, *args: Any, **k
         stack.callback(background.wait)  # at the end, also by an exception, files are written
         several = own is not None and own.process_set.size() > 1
         # From here on the stack undoes what this fit changes in the model and its callbacks.
-        runs = callbacks
+        # Unchanged order otherwise. A checkpoint has what all other callbacks have changed.
+        runs = sorted(callbacks, key=lambda one: getattr(one, "_hvd_runs_last", False))
+        if passes := backend.repeated(bound.arguments.get("x")):
+            passes.begin_fit()
+            runs = [*runs, keras_callbacks.CountSteps(passes)]
         if own is not None and several:
-            runs = keras_callbacks.edited(own)
+            runs = keras_callbacks.edited(own, runs)
             process_set = own.process_set
             _weigh(stack, backend, model, process_set, "train_step")
             stack.enter_context(keras_callbacks.on_leader_alone(callbacks, process_set, own))
@@ -57,7 +61,7 @@ def fit(backend: Any, fit_alone: Callable[..., Any], model: Any, *args: Any, **k
             stack.enter_context(replaced(given, "callbacks", runs))
             for callback in runs:
                 callback.set_model(model)
-        elif runs is not callbacks:
+        elif runs != callbacks:
             bound.arguments["callbacks"] = runs
         history = fit_alone(*bound.args, **bound.kwargs)
         if own is not None and several:
@@ -84,10 +88,15 @@ def _weigh(
     """Weighs the losses of a model's steps, unless its ranks' gradients are no mean of losses."""
     if division.is_on:
         return  # automatic mode weighs them in its steps
-    reductions = {reducer.op for reducer in model_ranks.reducers_of(model)}
-    if Adasum not in reductions and model_ranks.averages_rows_of(model):
-        averages = reductions == {Average}  # a tape is not known yet
+    if _can_weigh(model):
+        # A tape is not known yet.
+        averages = {reducer.op for reducer in model_ranks.reducers_of(model)} == {Average}
         stack.enter_context(backend.weighed(model, process_set, averages, method))
+
+
+def _can_weigh(model: Any) -> bool:
+    reductions = {reducer.op for reducer in model_ranks.reducers_of(model)}
+    return Adasum not in reductions and model_ranks.averages_rows_of(model)
 
 
 def _begun(backend: Any, model: Any, callbacks: list[Any], arguments: dict[str, Any]) -> Fit | None:
@@ -181,16 +190,17 @@ def _validate(own: fits.Validation, steps: int | None) -> None:
     own.backend.validate_together(own.is_together)
 
 
-def before_callbacks(model: Any, dataset: Any, steps: int | None) -> None:
+def before_callbacks(model: Any, dataset: Any, steps: int | None, iterator: Any = None) -> None:
     """Do what ``fit`` and ``evaluate`` of a model do first, on these data."""
     if (own := running(model)) and not own.has_begun:
-        own.has_begun = True
+        own.has_begun, own.iterator, own.dataset = True, iterator, dataset
         own.backend.prepare(own, dataset)
         if own.process_set.size() == 1:
             own.unbuilt = _why_unbuilt(own) or ""
         else:
             _agree(own, dataset, steps)
-            sources.check_passes(own.backend.passes_of(dataset), own.process_set)
+            repeats = own.backend.repeats(dataset)
+            sources.check_passes(own.backend.passes_of(dataset), repeats, own.process_set)
     validation = fits.validation.get()
     if validation is not None and validation.model is model:
         _validate(validation, steps)
@@ -221,7 +231,9 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
     given = own.arguments
     names = ("batch_size", "epochs", "initial_epoch", "class_weight")
     described = {name: given[name] for name in names}
-    described["batch_size"] = given["batch_size"] or 32  # Keras's default
+    batch_size = given["batch_size"] or 32  # Keras's default
+    counts = own.backend.COUNTS_ROWS and not division.is_on and _can_weigh(model)
+    described["batch_size"] = None if counts else batch_size
     description = specs.of_training(model) | specs.flat(described, "fit")
     rows = None
     x_and_y = given.get("x"), given.get("y")
@@ -236,11 +248,17 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
         and (model_ranks.averages_rows_of(model) or not given["shuffle"])
     ):
         rows = values.of_rows(x_and_y)
+    # How many rows each of the steps has; None: that is unknown.
+    sizes = [len(flatten(x_and_y)[0]), batch_size] if is_arrays else None
+    if counts and not is_arrays:
+        sizes = own.backend.rows_in_steps(dataset)
     validates = given["validation_data"] is not None or given["validation_split"]
     validates = validates and keras_callbacks.averages(own.callbacks)
     mine = {
         "unbuilt": _why_unbuilt(own),
+        "mixes": own.mixes,
         "steps": steps,
+        "sizes": sizes,
         "rows": rows,
         "looks at data": not is_arrays and own.backend.can_look_at(dataset),
         # After which epochs the ranks validate together.
@@ -252,6 +270,11 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
     gathered = agree.gather_json("fit", mine, process_set)
     own.unbuilt = agree.by_rank([theirs["unbuilt"] for theirs in gathered], process_set)
     own.agree(gathered)
+    of_ranks = [theirs["sizes"] for theirs in gathered]
+    counts = counts and (None in of_ranks or any(sizes != of_ranks[0] for sizes in of_ranks))
+    if counts != (model in fits.counting_rows):
+        (fits.counting_rows.add if counts else fits.counting_rows.discard)(model)
+        model.train_function = None  # a step that an earlier fit has traced weighs otherwise
     specs.check_described("fit compared", description, process_set)
     by_rank = [theirs["steps"] for theirs in gathered]
     if None not in by_rank and len(set(by_rank)) > 1:
@@ -261,6 +284,13 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
             f"{', '.join(f'rank {rank} has {number}' for rank, number in shown)}. Each step needs "
             "all ranks. Give each rank the same number of batches: use hvd.data.shard, or "
             "steps_per_epoch."
+        )
+    if mixes := next(filter(None, [theirs["mixes"] for theirs in gathered]), ""):
+        missing_calls.tell(
+            f"{mixes} computes a row from other rows of the batch, and each rank has its rows "
+            f"alone, so {process_set.size()} ranks do not train as one process. Compute each row "
+            "from itself, or, in a layer of your own, from those of all ranks: hvd.allgather(x).",
+            process_set,
         )
     missing_calls.check_rows([theirs["rows"] for theirs in gathered], process_set)
 

@@ -16,6 +16,7 @@ from hvd_keras.gradients import division, missing_calls, model_ranks
 from hvd_keras.hooks import variables
 from hvd_keras.hooks.fits import Fit
 from hvd_keras.hooks.values import Values, of_rows
+from hvd_keras.rows.sources import Passes
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import keras, replaced, summary
 from hvd_keras.runtime.process_sets import ProcessSet
@@ -43,9 +44,9 @@ def describe(callbacks: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def edited(common: Fit) -> list[Any]:
-    """Return the callbacks of this rank, with those that make ranks decide alike between them."""
-    found = list(common.callbacks)
+def edited(common: Fit, callbacks: Sequence[Any]) -> list[Any]:
+    """Return callbacks of this rank, with those that make ranks decide alike between them."""
+    found = list(callbacks)
     deciders = (*_DECIDERS, keras.callbacks.TerminateOnNaN)
     places = [i for i, callback in enumerate(found) if isinstance(callback, deciders)]
     places = places or [len(found)]  # for deciders of other ranks
@@ -125,6 +126,17 @@ def _silent(cls: Any) -> Any:
             changed[name] = property(lambda self: summary.create_noop_writer())
     silent = type(writer.__name__, (writer,), changed)
     return silent if cls is writer else type(cls.__name__, (cls, silent), {})
+
+
+class CountSteps(keras.callbacks.Callback):  # type: ignore[misc]
+    """Counts the steps that ``fit`` reads of repeated data."""
+
+    def __init__(self, passes: Passes) -> None:
+        super().__init__()
+        self._passes = passes
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self._passes.read += int(getattr(self.model, "steps_per_execution", None) or 1)
 
 
 class _Internal(keras.callbacks.Callback):  # type: ignore[misc]

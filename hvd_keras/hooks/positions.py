@@ -5,13 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from hvd_keras.gradients import shards
 from hvd_keras.hooks.fits import Fit
 from hvd_keras.runtime import agree, log
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.saving import per_rank, storage
 
-NAME = "position in the data"  # among the variables of a checkpoint, the last one
 _BYTES = 1 << 26  # of all ranks
 
 _AGAIN = (
@@ -72,7 +70,7 @@ class Positions:
         found = agree.gather_bytes("checkpoint positions", mine, own, to_leader=True)
         longest = max(map(len, found), default=0)
         rows = [np.frombuffer(one.ljust(longest, b"\0"), np.uint8) for one in found]
-        return [storage.Variable(NAME, True, np.stack(rows))] if rows else []
+        return [storage.Variable(per_rank.POSITION, True, np.stack(rows))] if rows else []
 
     def restore(self, ranks: int, stored: Any, value: Any) -> bool:
         """Let the data go on where each rank was; return whether they do.
@@ -95,43 +93,3 @@ class Positions:
                 stacklevel=5,
             )
         return False
-
-
-class Skipping:
-    """Lets ``fit`` pass over the batches that the model has seen, without training on them.
-
-    It reads them, unless the data begin behind them.
-
-    Other callbacks are called for these batches, so that their counters are right. Their changes to
-    the model are undone when the position of the checkpoint is reached.
-    """
-
-    def __init__(self, model: Any, own: list[Any], batches: int, reads: bool) -> None:
-        self.batches = batches
-        self._reads = reads
-        self._passed = 0
-        self._model = model
-        self._own = shards.without(own)  # a copy of the tables might not fit
-        self._values = [np.asarray(variable).copy() for variable in self._own]
-        self._random = per_rank.random_state()
-        self._train_function = model.train_function
-        model.train_function = self._skip
-
-    def _skip(self, iterator: Any) -> Any:
-        if self._passed >= self.batches:  # an earlier fit broke off before stop()
-            return self._train_function(iterator)
-        self._passed += self._model.steps_per_execution
-        if not self._reads or isinstance(iterator, list):  # batches that fit has read, on PyTorch
-            return {}
-        next(iterator)  # raises at the end of the data, as Keras's function does
-        for _ in range(1, self._model.steps_per_execution):
-            next(iterator, None)
-        return {}
-
-    def put_back(self) -> None:
-        for variable, value in zip(self._own, self._values, strict=True):
-            variable.assign(value)
-        per_rank.set_random_state(self._random)
-
-    def stop(self) -> None:
-        self._model.train_function = self._train_function

@@ -9,13 +9,26 @@ import tensorflow as tf
 from hvd_keras import data
 from hvd_keras.data import passes_of as passes_of
 from hvd_keras.data import positions
-from hvd_keras.gradients import agreement, model_ranks
-from hvd_keras.hooks import broadcasting, fitting, keras_classes, variables
+from hvd_keras.data import repeated as repeated
+from hvd_keras.data import repeats as repeats
+from hvd_keras.gradients import agreement, division, model_ranks
+from hvd_keras.hooks import broadcasting, fitting, keras_classes, rows, variables
 from hvd_keras.hooks.fits import Fit, running
 from hvd_keras.hooks.losses import validate_together as validate_together
 from hvd_keras.hooks.losses import weighed as weighed
 from hvd_keras.runtime import libraries, log, rank_info
 from hvd_keras.runtime.keras import is_legacy, require
+
+COUNTS_ROWS = True  # losses can be weighed by the rows of the ranks' batches
+
+
+def rows_in_steps(dataset: Any) -> Any:
+    """Describe how many rows each step has, or return None."""
+    if (own := data.batch_of(dataset)) is not None:
+        return own
+    spec = tf.nest.flatten(getattr(dataset, "element_spec", ()))
+    shape = spec[0].shape if spec and isinstance(spec[0], tf.TensorSpec) else None
+    return None if shape is None or not shape.rank else shape[0]
 
 
 def check(model: Any) -> None:
@@ -48,8 +61,22 @@ def prepare(own: Fit, dataset: Any) -> None:
     is_built = variables.is_built(model) and all(getattr(o, "built", True) for o in others)
     if isinstance(dataset, tf.data.Dataset) and not is_built:
         own.problem = broadcasting.build(model, dataset.element_spec)
+    several = process_set.size() > 1
+    if (
+        several
+        and can_look_at(dataset)
+        and not division.is_on
+        and model_ranks.averages_rows_of(model)
+    ):
+        own.mixes = rows.layer_that_mixes(model, dataset.element_spec)
     if process_set.size() > 1 and not is_legacy:
         keras_classes.read_by_rows(model, model._flatten_layers())
+
+
+def build_metrics(own: Fit) -> None:
+    """Create the variables of metrics, as the first step would."""
+    if isinstance(own.dataset, tf.data.Dataset):
+        broadcasting.build(own.model, own.dataset.element_spec, whole_step=True)
 
 
 def can_look_at(dataset: Any) -> bool:
@@ -75,10 +102,10 @@ def build(
         require(iterator, "num_batches", "to compare the numbers of steps")
         # evaluate calls this, too, perhaps in a fit, whose data it must not get.
         begins = (own := running(model)) is not None and not own.has_begun
-        fitting.before_callbacks(model, iterator._distributed_dataset, iterator.num_batches)
+        dataset = iterator._distributed_dataset
+        fitting.before_callbacks(model, dataset, iterator.num_batches, iterator)
         if own is not None and begins and own.position is not None:
-            require(iterator, "_get_iterator", "to save where fit is in its data")
-            iterator._get_iterator = own.position.open
+            iterator._distributed_dataset = own.position  # of which iter() makes the iterator
     of_keras(model, iterator=iterator, data_batch=data_batch)
 
 

@@ -26,7 +26,7 @@ _ROWS = 64  # of which the rows of all ranks are compared
 
 def of_rows(data: Any) -> list[int] | None:
     """Describe rows by their number and a hash of the first ones; None if they say nothing."""
-    crc, differ, rows = 0, False, 0
+    digest, differ, rows = 0, False, 0
     for part in flatten(data):
         if part is None:
             continue
@@ -34,9 +34,9 @@ def of_rows(data: Any) -> list[int] | None:
             return None
         rows = int(part.shape[0])
         head = np.asarray(part[:_ROWS])  # rows that are all equal, such as padding, say nothing
-        crc = agree.crc(head, crc)
+        digest = agree.digest(head, digest)
         differ |= bool((head != head[:1]).any())
-    return [rows, crc] if differ else None
+    return [rows, digest] if differ else None
 
 
 class Values:
@@ -70,7 +70,7 @@ class Values:
         that differ from most others, which are equal; no ranks without such a majority.
         """
         # A number for each variable; they travel only if a hash of all differs.
-        mine = [agree.crc(values_of(variable)) for variable in self.variables]
+        mine = [agree.digest(values_of(variable)) for variable in self.variables]
         by_rank = agree.gather_if_different(name, mine, self.process_set)
         if by_rank is None:
             return None
@@ -121,16 +121,16 @@ class Values:
 
     def _part(self) -> int:
         # The scalars (rates, counters) each time, the large ones piece by piece in rounds.
-        crc = done = 0
+        digest = done = 0
         if self._place == 0:
             self._round = self.steps
         for variable in self._scalars:
-            crc = agree.crc(values_of(variable), crc)
+            digest = agree.digest(values_of(variable), digest)
         for variable, part in self._pieces[self._place : self._place + _MOST_PIECES]:
             piece = values_of(variable, part)
-            crc = agree.crc(piece, crc)
+            digest = agree.digest(piece, digest)
             done += piece.nbytes
             self._place += 1
             if done >= _BYTES:
                 break
-        return crc
+        return digest & (2**53 - 1)  # travels as a float64

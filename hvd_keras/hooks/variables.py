@@ -9,9 +9,9 @@ import numpy as np
 
 from hvd_keras.gradients import division, model_ranks, shards
 from hvd_keras.runtime import agree
-from hvd_keras.runtime.keras import is_legacy, keras, require
+from hvd_keras.runtime.keras import innermost, is_legacy, keras, require
 from hvd_keras.runtime.process_sets import ProcessSet
-from hvd_keras.runtime.reductions import Average, Max, Min
+from hvd_keras.runtime.reductions import Adasum, Average, Max, Min
 
 
 def of_training(model: Any) -> list[Any]:
@@ -58,6 +58,37 @@ def average_variables(variables: list[Any], process_set: ProcessSet) -> None:
     )
     for variable, low, mean, high in zip(variables, smallest, means, largest, strict=True):
         variable.assign(np.clip(mean, low, high))
+
+
+def accumulating(model: Any) -> dict[Any, list[Any]]:
+    """Return the sums of this rank's own gradients since the last update, by reducer."""
+    found: dict[Any, list[Any]] = {}
+    for optimizer in map(innermost, model_ranks.optimizers_of(model)):
+        reducer = model_ranks.of_optimizer(optimizer)
+        steps = getattr(optimizer, "gradient_accumulation_steps", None)
+        if reducer and steps and optimizer.built and int(optimizer._iterations) % steps:
+            found[reducer] = model_ranks.without_local(optimizer._accumulated_gradients)
+    return found
+
+
+def average_accumulated(model: Any, process_set: ProcessSet) -> list[Any]:
+    """Average the ranks' sums of gradients, as one process has them; return them.
+
+    The update averages or adds them up over the ranks, so it is the same as before. Sums of another
+    number of steps than those of other ranks, as of a loaded file, are left out.
+    """
+    optimizers = list(map(innermost, model_ranks.optimizers_of(model)))
+    if not any(getattr(o, "gradient_accumulation_steps", None) for o in optimizers):
+        return []
+    sums = accumulating(model)
+    steps = [int(optimizer._iterations) for optimizer in optimizers if optimizer.built]
+    gathered = agree.gather_json("accumulated gradients", [bool(sums), steps], process_set)
+    if any(theirs != gathered[0] for theirs in gathered):
+        return []
+    for reducer, mine in sums.items():
+        if reducer.op is not Adasum:
+            average_variables(mine, process_set)
+    return [variable for mine in sums.values() for variable in mine]
 
 
 def moving_statistics(layers: Iterable[keras.layers.Layer]) -> list[Any]:

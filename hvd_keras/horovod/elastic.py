@@ -19,7 +19,7 @@ from hvd_keras.compat import tensorflow_v1
 from hvd_keras.gradients import model_ranks
 from hvd_keras.hooks.broadcasting import broadcast_variables
 from hvd_keras.hooks.variables import of_training
-from hvd_keras.runtime import log, objects, rank_info, settings
+from hvd_keras.runtime import agree, log, objects, rank_info, settings
 from hvd_keras.runtime.keras import keras
 from hvd_keras.saving import storage
 
@@ -105,26 +105,33 @@ class ObjectState:
         """Give all ranks rank 0's values of what ``values`` gives."""
 
     def resume(self) -> bool:
-        """Take over the last commit, on rank 0; return on every rank whether one exists."""
+        """Take over the last commit; return on every rank whether one exists."""
         folder = self._folder()
+        # After a restart rank 0 may be on another host than the rank 0 that has committed.
+        names = [path.name for path in storage.files(folder)] if folder else []
+        gathered = agree.gather_json("commits", max(names, default=""))
+        if not any(gathered):
+            return False
+        root, found = gathered.index(max(gathered)), None
         damaged: dict[str, str] = {}
-        found = storage.read_last(folder, damaged) if folder and rank_info.rank() == 0 else None
+        if rank_info.rank() == root:
+            found = storage.read_last(folder, damaged)
         for path, reason in damaged.items():
             log.logger.warning("commit %s is damaged: %s", path, reason)
         commit = found and found[1].metadata["commit"]
-        commit, has_damaged = objects.broadcast_object((commit, bool(damaged)), 0, name="commits")
-        if commit is None and has_damaged:
+        self._commits = objects.broadcast_object(commit, root, name="commit")
+        if self._commits is None:
             raise RuntimeError(
                 f"hvd.elastic.run: all commits in {folder} are damaged. Remove them to start from "
                 "the beginning."
             )
-        if commit is None:
-            return False
-        self._commits = commit
         if found is not None:
             values = [variable.value for variable in found[1].variables]
             _check_shapes(values, self.values())
             self._saved = base64.b64decode(found[1].metadata["attributes"]), values
+        if root != 0:
+            self._saved = objects.broadcast_object(self._saved, root, name="committed")
+        if rank_info.rank() == 0 or found is not None:
             self.restore()
         return True
 

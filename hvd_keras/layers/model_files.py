@@ -126,7 +126,7 @@ def load_model(
             if _METADATA in archive.namelist():
                 found = json.loads(archive.read(_METADATA)).get("hvd_keras")
             if found is not None:
-                return _load(archive, found["tables"], custom_objects)
+                return _load(archive, custom_objects)
     objects = {cls.__name__: cls for cls in custom_optimizers or ()}
     model = keras.models.load_model(filepath, custom_objects={**objects, **(custom_objects or {})})
     if getattr(model, "optimizer", None) is None:
@@ -245,7 +245,7 @@ def _write(
     visited = set()
     if not with_optimizer:
         config = _rewritten({**config, "compile_config": None}, _as_plain)
-        metadata["hvd_keras"] = {"tables": {table.name: table.shard for table in divided}}
+        metadata["hvd_keras"] = {"divided": len(divided)}
         visited = {id(getattr(model, "optimizer", None))}
     weights = path.with_name(_WEIGHTS)
     # In its place each table writes two numbers: one that occurs nowhere else, and its own.
@@ -312,6 +312,7 @@ _OURS = {
     "class_name": "Embedding",
     "registered_name": "hvd_keras>Embedding",
 }
+_SHARD = "hvd_keras_shard"  # beside a layer's configuration, where Keras reads over it
 _PLAIN = {"module": "keras.layers", "class_name": "Embedding", "registered_name": None}
 
 
@@ -319,24 +320,19 @@ def _as_plain(layer: dict[str, Any]) -> dict[str, Any]:
     if layer.get("registered_name") != _OURS["registered_name"] or layer["config"]["combiner"]:
         return layer
     config = {k: v for k, v in layer["config"].items() if k not in ("shard", "combiner")}
-    return {**layer, **_PLAIN, "config": config}
+    return {**layer, **_PLAIN, "config": config, _SHARD: layer["config"]["shard"]}
 
 
-def _load(
-    archive: zipfile.ZipFile, choices: dict[str, Any], custom_objects: dict[str, Any] | None
-) -> Any:
+def _as_divided(layer: dict[str, Any]) -> dict[str, Any]:
+    if _SHARD not in layer:
+        return layer
+    return {**layer, **_OURS, "config": {**layer["config"], "shard": layer[_SHARD]}}
+
+
+def _load(archive: zipfile.ZipFile, custom_objects: dict[str, Any] | None) -> Any:
     """Load a file of ``save_model`` and divide its tables."""
-
-    def change(layer: dict[str, Any]) -> dict[str, Any]:
-        name = layer["config"].get("name")
-        if layer.get("module") != "keras.layers" or layer["class_name"] != "Embedding":
-            return layer
-        if name not in choices:
-            return layer
-        return {**layer, **_OURS, "config": {**layer["config"], "shard": choices[name]}}
-
     library = _library()
-    config = _rewritten(json.loads(archive.read(_CONFIG)), change)
+    config = _rewritten(json.loads(archive.read(_CONFIG)), _as_divided)
     model = keras.saving.deserialize_keras_object(config, custom_objects=custom_objects)
     errors: dict[Any, Any] = {}
     with contextlib.ExitStack() as stack:

@@ -18,6 +18,9 @@ class Split:
     size: int
     uneven: str
     evaluation: bool
+    # With a batch size for each rank: how many equal shares this rank has, from ``rank`` on; and
+    # ``size`` counts all shares.
+    parts: int = 1
 
     def steps(self, length: int, batch_size: int) -> int:
         """Return the number of steps in a pass over ``length`` rows."""
@@ -44,7 +47,8 @@ class Split:
         """
         count = rows // self.size if self.uneven == "share" else batch_size
         # Rank r of N has rows r, r + N, r + 2N, … of the step; "pad" goes on at the first row.
-        return first + np.arange(count) * self.size + self.rank
+        shares = self.rank + np.arange(self.parts)
+        return (first + np.arange(count)[:, np.newaxis] * self.size + shares).reshape(-1)
 
     def left_out(self, length: int, batch_size: int) -> int:
         """Return the number of rows that no rank gets in a pass over ``length`` rows."""

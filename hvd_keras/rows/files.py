@@ -158,7 +158,7 @@ class Shares:
         chosen = self._order.rows(epoch, begin, begin + steps * rows)
         # Of a step's rows each rank takes those that lie together in the files.
         chosen = np.sort(chosen.reshape(steps, rows))
-        mine = chosen[:, split.rank * size : (split.rank + 1) * size]
+        mine = chosen[:, split.rank * size : (split.rank + split.parts) * size]
         return mine, np.full(mine.shape, split.weight(rows, self.length, size), np.float32)
 
     def short(self, epoch: int, begin: int) -> tuple[Any, Any]:
@@ -167,9 +167,9 @@ class Shares:
         count = rows // split.size if split.uneven == "share" else self._batch_size
         # For "pad", rows are copied to fill the step.
         chosen = np.resize(self._order.rows(epoch, begin, self.length), count * split.size)
-        real = np.arange(split.rank, count * split.size, split.size) < rows
-        weights = np.where(real, split.weight(rows, self.length, self._batch_size), 0)
-        return chosen[None, split.rank :: split.size], weights[None].astype(np.float32)
+        mine = split.places(0, count * split.size, count)
+        weights = np.where(mine < rows, split.weight(rows, self.length, self._batch_size), 0)
+        return chosen[None, mine], weights[None].astype(np.float32)
 
     def seeds(self, epoch: int, mine: Any) -> Any:
         """Return the seeds for ``map``, int64 of the shape of the row numbers and 2."""

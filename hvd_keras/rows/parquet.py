@@ -38,7 +38,7 @@ class Tables:
         self.starts = np.concatenate([[0], np.cumsum([n for _, _, n, _ in found], dtype=np.int64)])
         self.length = int(self.starts[-1])
         self.row_bytes = sum(size for *_, size in found) / max(1, self.length)
-        self.description = f"{len(paths)} files {agree.crc(self.starts):08x}"
+        self.description = f"{len(paths)} files {agree.digest(self.starts):016x}"
         self.specs: list[Any] = []
         self._group = self._read
         if self.length:

@@ -159,10 +159,10 @@ def y_of(batch: Any, flatten: Any) -> list[Any]:
 
 def digest(parts: list[Any]) -> str:
     """Return a short text that is equal if the arrays are equal."""
-    crc = 0
+    found = 0
     for part in parts:
-        crc = agree.crc(part, crc)
-    return f"{crc:08x}"
+        found = agree.digest(part, found)
+    return f"{found:016x}"
 
 
 def _weights(real: Any, weight: float) -> Any:

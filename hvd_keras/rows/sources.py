@@ -26,6 +26,24 @@ class Passes:
     unread: int = 0  # steps before that row
     resume: tuple[int, int] = (0, 0)  # both, of the pass that begins next
     epoch: Sequence[int] = (0, 0)  # next and begun, when an epoch of fit began
+    # Of repeated data, of which a prefetch may have begun more passes than fit has read: the pass
+    # with which the last fit began, and the steps that it has read since.
+    first: int | None = None
+    read: int = 0
+
+    def begin_fit(self) -> None:
+        """Let a fit over repeated data begin with the pass after those that were read."""
+        if self.first is not None:
+            self.next = self.first - self.read // -self.source.steps  # rounded up
+        self.first, self.read = self.next, 0
+
+    def catch_up(self, next: int, begun: int) -> None:
+        """Go on behind so many passes, without reading them."""
+        if self.shuffling is not None:
+            # A shuffle advances its order when a pass begins, so nothing need be read.
+            for _ in range(begun - self.begun):
+                iter(self.shuffling)
+        self.next, self.begun = next, begun
 
     def begin(self) -> Any:
         """Return the number of a pass that begins, and the row at which it does: int64 [2]."""
@@ -41,12 +59,14 @@ class Passes:
     def state(self, step: int) -> list[int]:
         """What ``restore`` needs to go on at ``step`` of the epoch; 0: at the next one.
 
-        The last two numbers are the rows that all ranks have seen of its pass, and all rows.
+        The numbers are those of the pass and of those begun, the rows that all ranks have seen of
+        its pass, all rows, and ``first`` and ``read``.
         """
-        if not step:
-            return [self.next, self.begun, 0, self.source.length]
-        seen = self.start + (step - self.unread) * self.split.size * self.source.batch_size
-        return [*self.epoch, seen, self.source.length]
+        numbers, seen = [self.next, self.begun], 0
+        if step:
+            numbers = [*self.epoch]
+            seen = self.start + (step - self.unread) * self.split.size * self.source.batch_size
+        return [*numbers, seen, self.source.length, self.first or 0, self.read]
 
     def seek(self, row: int) -> int:
         """Let the pass that begins next do so at ``row``; return the steps that it then lacks."""
@@ -74,19 +94,17 @@ class Passes:
 
     def restore(self, state: list[int]) -> None:
         """Continue where another process was."""
-        self.next, begun, seen, rows = state
-        self.epoch = self.next, begun
+        number, begun, seen, rows, first, self.read = state
+        if self.first is not None:
+            self.first = first
+        self.epoch = number, begun
         if seen and rows != self.source.length:
             raise ValueError(
                 f"the data had {rows} rows when a checkpoint was written within an epoch, and now "
                 f"have {self.source.length}, so the rest of the epoch is unknown. Give the same "
                 "data, or begin anew with restore=False."
             )
-        if self.shuffling is not None:
-            # A shuffle advances its order when a pass begins, so nothing need be read.
-            for _ in range(begun - self.begun):
-                iter(self.shuffling)
-        self.begun = begun
+        self.catch_up(number, begun)
 
 
 @dataclass
@@ -197,15 +215,23 @@ def steps(
     )
 
 
-def check_passes(passes: list[Passes], process_set: ProcessSet) -> None:
-    """Raise ValueError on all ranks if they have begun different numbers of shuffled passes."""
-    begun = [one.begun for one in passes if one.source.is_shuffled]
-    if not begun:
+def check_passes(passes: list[Passes], repeats: bool, process_set: ProcessSet) -> None:
+    """Raise ValueError on all ranks if they have begun different numbers of shuffled passes.
+
+    ``repeats``: the data repeat, so a prefetch of a fast rank may have begun more passes than that
+    of a slow one; all ranks then go on behind them.
+    """
+    shuffled = [one for one in passes if one.source.is_shuffled]
+    if not shuffled:
         return
-    gathered = agree.gather_json("fit passes", begun, process_set)
-    if any(theirs != gathered[0] for theirs in gathered):
+    numbers = [[one.next, one.begun] for one in shuffled]
+    gathered = agree.gather_json("fit passes", numbers, process_set)
+    if any(theirs != gathered[0] for theirs in gathered) and not repeats:
+        begun = [[begun for _, begun in theirs] for theirs in gathered]
         raise ValueError(
             "fit: the ranks have begun different numbers of passes over the shuffled data of "
-            f"hvd.data.shard ({agree.by_rank(gathered, process_set)}), so their orders differ. "
+            f"hvd.data.shard ({agree.by_rank(begun, process_set)}), so their orders differ. "
             "Iterate over it on all ranks, or on none."
         )
+    for one, of_ranks in zip(shuffled, zip(*gathered, strict=True), strict=True):
+        one.catch_up(*map(max, zip(*of_ranks, strict=True)))

@@ -11,12 +11,12 @@ import functools
 import hashlib
 import json
 import math
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ml_dtypes
 import numpy as np
+import xxhash
 
 from hvd_keras.runtime import libraries, rank_info
 
@@ -235,12 +235,15 @@ def gather_bytes(
     return [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
-def crc(values: Any, before: int = 0) -> int:
-    """Hash a tensor or an array; ``before``: the hash of those before it."""
+def digest(values: Any, before: int = 0) -> int:
+    """Hash a tensor or an array to an int64 of 0 or more; ``before``: the hash of those before it.
+
+    XXH3 (https://xxhash.com) reads 10 GB/s. Its 63 bits differ if the values do, but by chance.
+    """
     array = np.ascontiguousarray(values).reshape(-1)
-    if array.dtype.kind in "OUS":  # text
-        return zlib.crc32(repr(array.tolist()).encode(), before)
-    return zlib.crc32(array.view(np.uint8).data, before)
+    is_text = array.dtype.kind in "OUS"
+    data = repr(array.tolist()).encode() if is_text else array.view(np.uint8).data
+    return xxhash.xxh3_64_intdigest(data, before) >> 1
 
 
 def numpy_dtype(dtype: Any) -> Any:

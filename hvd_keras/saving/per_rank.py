@@ -6,12 +6,13 @@ number, is written when all of them are on disk, and names them: until then they
 """
 
 import dataclasses
+import functools
 import itertools
 import pathlib
 import random
 import re
 import secrets
-import zlib
+import warnings
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
@@ -26,6 +27,95 @@ from hvd_keras.saving import storage
 
 _NAME = re.compile(r"(checkpoint-\d{5,}-\d{7,})\.([0-9a-f]{8})-\d{4,}\.h5")
 _BYTES = 1 << 24  # of a value that are sent at once
+
+# Begin the names of what follows the variables of a training in a checkpoint.
+METRIC, CALLBACK, POSITION = "metric ", "callback ", "position in the data"
+
+
+@dataclasses.dataclass
+class Found:
+    """A checkpoint as all ranks know it."""
+
+    path: str
+    metadata: dict[str, Any]
+    stored: list[Any]  # (path, shape, dtype, whether by rank) of each variable
+    more: list[Any]  # the same of values of metrics and callbacks, which follow
+    position: Any  # the same of the ranks' positions in the data; None without
+    content: storage.Content | None  # only on the first rank
+
+    @property
+    def tables(self) -> dict[str, Any]:
+        """What is in the files of each rank."""
+        tables: dict[str, Any] = self.metadata.get("parts", {}).get("tables", {})
+        return tables
+
+    def value(self, index: int, process_set: ProcessSet) -> Any:
+        """Return a value on all ranks; [ranks, *shape], if it differed by rank."""
+        _, shape, dtype, by_rank = [*self.stored, *self.more][index]
+        mine = self.content.variables[index].value if self.content else None
+        shape = [self.metadata["ranks"], *shape] if by_rank else shape
+        return to_all_ranks(shape, dtype, mine, process_set)
+
+
+def find(
+    directory: pathlib.Path, restore: bool, process_set: ProcessSet
+) -> tuple[Found | None, str]:
+    """Find the last intact checkpoint, on the first rank; return it on all, None without one.
+
+    The second result is the id of the training that goes on or begins, on the first rank.
+    ``restore``: False abandons the checkpoints that exist.
+
+    Raises:
+        RuntimeError: (on every rank) all are damaged.
+    """
+    damaged: dict[str, str] = {}  # what is wrong, by path
+    while True:
+        # Of values only the first rank's copy is read; the others need what describes them.
+        read = agree.on_leader(
+            "Checkpoint", functools.partial(_read, directory, restore, damaged), process_set
+        )
+        content, training, seen = read or (None, "", None)
+        path, metadata, stored, damaged = agree.gather_json("checkpoint found", seen, process_set)[
+            0
+        ]
+        # Each rank verifies some of the parts; a damaged one makes the whole unusable.
+        problem = problem_of(directory, metadata, process_set)
+        if problem is None:
+            break
+        damaged[path] = problem  # one more file is skipped
+    reasons = "; ".join(f"{path}: {reason}" for path, reason in damaged.items())
+    if path is None:
+        if damaged:
+            raise RuntimeError(
+                f"Checkpoint: all checkpoints are damaged: {reasons}. To train from scratch, "
+                "delete them or pass restore=False."
+            )
+        return None, training
+    if damaged and process_set.rank() == 0:
+        warnings.warn(f"Checkpoint: damaged: {reasons}. Restoring {path}.", stacklevel=4)
+    position = stored.pop() if stored and stored[-1][0] == POSITION else None
+    more = [described for described in stored if described[0].startswith((METRIC, CALLBACK))]
+    own = stored[: len(stored) - len(more)]
+    return Found(path, metadata, own, more, position, content), training
+
+
+def _read(directory: pathlib.Path, restore: bool, damaged: dict[str, str]) -> Any:
+    """Read the last intact checkpoint; return it, its training, and what all ranks must know."""
+    storage.remove_unfinished(directory)
+    remove_others(directory)
+    if not restore:
+        return None, storage.abandon(directory), (None, {}, [], damaged)
+    found = storage.read_last(directory, damaged)
+    if found is None:
+        training = None if damaged else storage.current_training(directory)
+        return None, training or storage.new_training(), (None, {}, [], damaged)
+    path, content = found
+    stored = [
+        (v.path, v.value.shape[v.by_rank :], v.value.dtype.name, v.by_rank)
+        for v in content.variables
+    ]
+    training = storage.training_of(path) or storage.new_training()
+    return content, training, (str(path), content.metadata, stored, damaged)
 
 
 def describe(own: list[Any]) -> dict[str, Any]:
@@ -169,10 +259,6 @@ def _kind(dtype: str) -> str:
     return "integer" if dtype in ("int32", "int64", "uint32") else dtype
 
 
-# Of the digests: words that are added up, and the factor by which sums are shifted.
-_WORDS, _FACTOR = 1 << 15, 0x9E3779B97F4A7C15
-
-
 def mean(stack: Any) -> Any:
     """Return the ranks' mean; of integers, such as a seed, the first rank's value."""
     return stack[0] if stack.dtype.kind in "iu" else stack.mean(axis=0)
@@ -205,10 +291,11 @@ def of_each_rank(
     if process_set.size() == 1:
         return {}
     # Parts of tables have files of their own, so they do not count as different.
-    mine = b"".join(
-        b"\0" * 8 if shards.of(variable) or id(variable) in equal else _digest(value)
+    digests = [
+        0 if shards.of(variable) or id(variable) in equal else agree.digest(value)
         for variable, value in zip(own, values, strict=True)
-    )
+    ]
+    mine = np.array(digests, np.int64).tobytes()
     gathered = agree.gather_bytes("checkpoint digests", mine, process_set)
     # Eight bytes per variable; only values that differ travel.
     if len({len(digests) for digests in gathered}) > 1:
@@ -225,17 +312,6 @@ def of_each_rank(
         if parts := agree.gather_bytes("checkpoint by rank", mine, process_set, to_leader=True):
             found[i] = np.frombuffer(b"".join(parts), value.dtype).reshape(-1, *value.shape)
     return found
-
-
-def _digest(value: Any) -> bytes:
-    """Eight bytes that differ if an array does, but by chance; much faster than SHA-256."""
-    data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-    whole = data.size // 8 * 8  # bytes in words; the rest is hashed by itself
-    words, total = data[:whole].view(np.uint64), zlib.crc32(data[whole:].tobytes())
-    for first in range(0, words.size, _WORDS):
-        block = int(words[first : first + _WORDS].sum())
-        total = (total * _FACTOR + block) % 2**64
-    return total.to_bytes(8, "little")
 
 
 #: Other global generators: functions that return and set their states, by name.

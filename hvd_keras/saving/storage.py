@@ -1,12 +1,16 @@
 """Files of models and checkpoints: written atomically; checkpoints are verified before use.
 
 A checkpoint is an HDF5 file with a user block of 512 bytes, which HDF5 skips. The block holds the
-file's name and the SHA-256 of the rest, so every bit of the file is covered, no file passes for
-another, and HDF5 never parses a damaged file. The file contains a text ``facts`` (JSON) and a group
-``variables`` with one dataset per variable, in order.
+file's name, the id of its training, and the SHA-256 of that id and the rest, so every bit of the
+file is covered, no file passes for another, and HDF5 never parses a damaged file. The file contains
+a text ``facts`` (JSON) and a group ``variables`` with one dataset per variable, in order.
+
+A training that begins anew in a folder with checkpoints names itself in the file ``training`` there
+until its first checkpoint has replaced them: meanwhile they count for nothing.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import inspect
@@ -15,6 +19,7 @@ import json
 import os
 import pathlib
 import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -26,11 +31,12 @@ import numpy as np
 
 from hvd_keras.runtime import agree
 
-_FIRST_LINE = b"hvd_keras checkpoint 2\n"
+_FIRST_LINE = b"hvd_keras checkpoint 3\n"
 _BLOCK = 512  # bytes; the smallest user block that HDF5 knows
 _NAME = re.compile(r"checkpoint-(\d{5,})-(\d{7,})\.h5")
-# The temporary folders of write_whole, for checkpoints and the parts of per_rank.
-_UNFINISHED = re.compile(r"\.checkpoint-\d{5,}-\d{7,}(\.[0-9a-f]{8}-\d{4,})?\.h5\..+")
+_TRAINING = "training"  # the file that names the training which begins anew
+# The temporary folders of write_whole, for checkpoints, the parts of per_rank, and that file.
+_UNFINISHED = re.compile(r"\.(checkpoint-\d{5,}-\d{7,}(\.[0-9a-f]{8}-\d{4,})?\.h5|training)\..+")
 
 
 class DamagedError(Exception):
@@ -81,10 +87,59 @@ def remove_unfinished(directory: pathlib.Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def write(path: pathlib.Path, metadata: dict[str, Any], variables: Iterable[Variable]) -> None:
+def new_training() -> str:
+    """Return an id for a training."""
+    return secrets.token_hex(8)
+
+
+def abandon(directory: pathlib.Path) -> str:
+    """Let no checkpoint that exists be restored any more; return the id of a new training."""
+    training = new_training()
+    if files(directory):
+        text = f"{training} {agree.digest(training):016x}\n"  # damage must show
+
+        def fill(path: pathlib.Path) -> None:
+            path.write_text(text)
+
+        write_whole(directory / _TRAINING, fill)
+    return training
+
+
+def current_training(directory: pathlib.Path) -> str | None:
+    """Return the id of the training whose checkpoints count; None if there is none.
+
+    Raises:
+        DamagedError: the file that names it is not as it was written.
+    """
+    try:
+        training, _, digest = (directory / _TRAINING).read_text().strip().partition(" ")
+    except (FileNotFoundError, NotADirectoryError):
+        # Without it, all files are of one training, unless a user has copied others there.
+        return next(map(training_of, files(directory)), None)
+    except UnicodeDecodeError:
+        training = digest = ""
+    if digest != f"{agree.digest(training):016x}":
+        raise DamagedError("it does not name a training")
+    return training
+
+
+def training_of(path: pathlib.Path) -> str | None:
+    """Return the id of the training that wrote a checkpoint; None if it cannot be read."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        if stated := _STATED.search(file.read(_BLOCK)):
+            return stated[3].decode()
+    return None
+
+
+def write(
+    path: pathlib.Path,
+    metadata: dict[str, Any],
+    variables: Iterable[Variable],
+    training: str = "none",
+) -> None:
     """Write a checkpoint atomically: a crash leaves either no file of this name or a complete one.
 
-    A file of this name is replaced. The variables are consumed one by one.
+    A file of this name is replaced. The variables are consumed one by one. ``training``: its id.
     """
 
     def fill(temporary: pathlib.Path) -> None:
@@ -102,7 +157,7 @@ def write(path: pathlib.Path, metadata: dict[str, Any], variables: Iterable[Vari
                         disk.check()
             finally:
                 disk.check()  # HDF5 may fail because of what was dropped
-            block = _block(disk, path.name)  # reads all again, mostly from the page cache
+            block = _block(disk, path.name, training)  # reads all again, mostly from the page cache
             disk.seek(0)
             disk.write(block)
             disk.check()
@@ -139,14 +194,19 @@ class _Disk(io.FileIO):
 
 
 def prune(newest: pathlib.Path, keep: int) -> None:
-    """Remove all checkpoints except ``newest`` and the ``keep`` - 1 before it."""
+    """Remove all checkpoints except ``newest`` and the ``keep`` - 1 before it of its training."""
     # More advanced ones are removed, too: they belong to an abandoned training, and the next
     # restart would take them for this one's.
+    training = training_of(newest)
     # Newest first, as files() sorts them.
-    older = [p for p in files(newest.parent) if _position(p) <= _position(newest)]
-    for path in files(newest.parent):
+    found = files(newest.parent)
+    older = [p for p in found if _position(p) <= _position(newest) and training_of(p) == training]
+    for path in found:
         if path not in older[:keep]:
             path.unlink(missing_ok=True)
+    if (marker := newest.parent / _TRAINING).exists():
+        _sync(newest.parent)  # the others are gone before they could count again
+        marker.unlink()
 
 
 def read(path: pathlib.Path) -> Content:
@@ -164,12 +224,18 @@ def read(path: pathlib.Path) -> Content:
 def read_last(
     directory: pathlib.Path, damaged: dict[str, str]
 ) -> tuple[pathlib.Path, Content] | None:
-    """Read the most advanced checkpoint that is intact.
+    """Read the most advanced checkpoint that is intact, of the training whose checkpoints count.
 
     Adds what is wrong with the others, by path, to ``damaged``; what is in it is not read again.
     """
+    try:
+        training = current_training(directory)
+    except DamagedError as error:
+        damaged[str(directory / _TRAINING)] = str(error)
+        return None
     for path in files(directory):
-        if str(path) not in damaged:
+        is_other = training and (training_of(path) or training) != training
+        if str(path) not in damaged and not is_other:
             try:
                 return path, read(path)
             except (DamagedError, OSError) as error:
@@ -191,22 +257,26 @@ def verify(path: pathlib.Path) -> None:
             raise DamagedError("it is empty")
         if not found.startswith(_FIRST_LINE):
             raise DamagedError("it does not begin like a checkpoint of hvd_keras")
-        stated = re.search(rb"\n(\d+) bytes of ([\x21-\x7e]+)\n", found)
+        stated = _STATED.search(found)
         if stated and int(stated[1]) != size:
             raise DamagedError(f"it has {size} bytes, but {int(stated[1])} were written")
         if stated and stated[2].decode() != path.name:
             raise DamagedError(f"it was written as {stated[2].decode()}")
-        if found != _block(file, path.name):  # every byte of it, also the padding
+        training = stated[3].decode() if stated else ""
+        if found != _block(file, path.name, training):  # every byte of it, also the padding
             raise DamagedError("its content does not match its SHA-256")
 
 
-def _block(file: Any, name: str) -> bytes:
+_STATED = re.compile(rb"\n(\d+) bytes of ([\x21-\x7e]+) of training ([0-9a-z]+)\n")
+
+
+def _block(file: Any, name: str, training: str) -> bytes:
     """Compute the user block for the content of an open file, which will have this name."""
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(training.encode())
     file.seek(_BLOCK)
     while piece := file.read(1 << 20):
         digest.update(piece)
-    rest = f"{file.tell()} bytes of {name}\nSHA-256 {digest.hexdigest()}\n"
+    rest = f"{file.tell()} bytes of {name} of training {training}\nSHA-256 {digest.hexdigest()}\n"
     return (_FIRST_LINE + rest.encode()).ljust(_BLOCK, b"\0")
 
 
@@ -240,7 +310,7 @@ def save(folders: bool, of_keras: Callable[..., Any], *args: Any, **kwargs: Any)
         return of_keras(*args, **kwargs)  # raises an error that says what is wrong
     given = bound.arguments[argument]
     is_local = isinstance(given, str | os.PathLike) and "://" not in str(given)
-    if not is_local or not (folders or _can_be_replaced(**bound.arguments)):
+    if not is_local or not (folders or _can_be_replaced(**bound.arguments)) or _in_place(given):
         return of_keras(*args, **kwargs)
 
     def write(path: pathlib.Path) -> None:
@@ -262,13 +332,29 @@ def _can_be_replaced(
     **others: Any,
 ) -> bool:
     """Whether Keras would write files in an existing folder, and may replace them."""
-    target = pathlib.Path(filepath)
+    target = _resolved(filepath)
     if not target.parent.is_dir() or (target.exists() and not overwrite):
         return False
     if zipped is False or max_shard_size is not None:
         return True
-    is_single = target.suffix in (".keras", ".h5") and save_format != "tf"
+    is_single = pathlib.Path(filepath).suffix in (".keras", ".h5") and save_format != "tf"
     return is_single and not target.is_dir()
+
+
+def _resolved(path: str | os.PathLike[str]) -> pathlib.Path:
+    """Return what a path stands for, behind all links; it need not exist."""
+    return pathlib.Path(os.path.realpath(path))
+
+
+def _in_place(filepath: str | os.PathLike[str]) -> bool:
+    """Whether only the existing file itself can be written, or nothing: Keras does it or raises."""
+    target = _resolved(filepath)
+    exists = target.exists()
+    is_special = exists and not (target.is_file() or target.is_dir())
+    folder = target.parent
+    while not folder.exists():  # which is made
+        folder = folder.parent
+    return is_special or not all(os.access(p, os.W_OK) for p in [folder] + [target] * exists)
 
 
 def write_whole(filepath: str | os.PathLike[str], write: Callable[[pathlib.Path], None]) -> None:
@@ -276,13 +362,14 @@ def write_whole(filepath: str | os.PathLike[str], write: Callable[[pathlib.Path]
 
     Each file is replaced at once, in the order in which they were written, so those that name
     others come last. ``write`` gets a path with the target's name, a file or a folder, and may
-    write other files beside it. An error leaves no partial file.
+    write other files beside it. An error leaves no partial file. Links remain, and what they stand
+    for is replaced.
     """
-    target = pathlib.Path(filepath)
+    given, target = pathlib.Path(filepath), _resolved(filepath)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as name:
+    with tempfile.TemporaryDirectory(prefix=f".{given.name}.", dir=target.parent) as name:
         folder = pathlib.Path(name)
-        write(folder / target.name)  # Keras chooses the format by the suffix
+        write(folder / given.name)  # Keras chooses the format by the suffix
         written = sorted(folder.rglob("*"), key=lambda path: path.stat().st_mtime_ns)
         files = [path for path in written if path.is_file()]
         for path in files:
@@ -290,10 +377,30 @@ def write_whole(filepath: str | os.PathLike[str], write: Callable[[pathlib.Path]
         with _locked(target.parent):
             for path in written:
                 if path.is_dir():
-                    (target.parent / path.relative_to(folder)).mkdir(parents=True, exist_ok=True)
+                    place = _resolved(given.parent / path.relative_to(folder))
+                    place.mkdir(parents=True, exist_ok=True)
             for path in files:
-                path.replace(target.parent / path.relative_to(folder))
+                _move(path, _resolved(given.parent / path.relative_to(folder)))
     _sync(target.parent)
+
+
+def _move(path: pathlib.Path, place: pathlib.Path) -> None:
+    """Move a file to its place, with the permissions and the owner of the file that is there."""
+    before = place.stat() if place.exists() else None
+    if before is not None and before.st_nlink == 1:
+        path.chmod(before.st_mode)
+        with contextlib.suppress(OSError):  # only root may give files away
+            os.chown(path, before.st_uid, before.st_gid)
+    try:
+        if before is None or before.st_nlink == 1:
+            path.replace(place)
+            return
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EBUSY):
+            raise
+    # A name of several of one file, a mount point, or a place behind a link on another disk.
+    shutil.copyfile(path, place)
+    _sync(place)
 
 
 @contextlib.contextmanager

@@ -112,6 +112,16 @@ def test_a_loop_continues_from_the_last_commit(hvdrun) -> None:
     assert lines[0].startswith("ended [2, 2, 2, 2, 2, 2] ")
 
 
+def test_a_loop_continues_where_rank_0_is_on_another_host(hvdrun) -> None:
+    """Which has no commits: those are on the host where rank 1 is now."""
+    hosts = "import os; rank = os.environ['OMPI_COMM_WORLD_RANK']\n"
+    hosts += "moved = os.path.exists('failed')\n"
+    hosts += "os.environ['HVD_COMMITS'] = 'first' if (rank == '0') != moved else 'second'\n"
+    lines = run(hvdrun, hosts + LOOP, "--max-restarts", "2")
+    assert lines[2:] == ["from 0", "from 0", "from 4", "from 4", "reset at 4", "reset at 4"]
+    assert len(set(lines[:2])) == 1
+
+
 @pytest.mark.slow
 def test_a_loop_continues_with_fewer_ranks(hvdrun) -> None:
     folder = hvdrun.folder / "commits"

@@ -258,35 +258,99 @@ def ratio(y_true, y_pred):
     return tf.reduce_sum((y_true - y_pred) ** 2 * valid) / tf.reduce_sum(valid)
 
 
+def of_labels(y_true, y_pred):
+    """Rows that a number marks do not count."""
+    valid = tf.cast(tf.not_equal(y_true, 255), tf.float32)
+    return tf.reduce_sum((tf.minimum(y_true, 2) - y_pred) ** 2 * valid) / tf.reduce_sum(valid)
+
+
 def mean(y_true, y_pred):
     return tf.reduce_mean((y_true - y_pred) ** 2) / 2.0
 
 
-@pytest.mark.cases(2)
-@pytest.mark.skipif(SIZE == 1, reason="one rank divides as one process")
-@pytest.mark.parametrize(
-    ("loss", "told"),
-    [
-        (ratio, "the loss ratio divides by"),
-        (losses.Dice(), "the loss dice divides by"),
-        (losses.Tversky(), "the loss tversky divides by"),
-        (losses.Dice(axis=(1, 2)), None),
-        (mean, None),
-        ("mse", None),
-    ],
-)
-def test_losses_that_cannot_be_weighed_warn(loss, told: str | None, monkeypatch) -> None:
-    warnings: list[str] = []
-    monkeypatch.setattr(log, "warn_once", warnings.append)
-    model = masked(mask_zero=told is not None or loss == "mse")
-    model.compile(hvd.DistributedOptimizer(SGD(0.01)), loss=loss)
-    x, y, _ = rows()
-    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-    model.fit(mine(x), mine(y), batch_size=ROWS, verbose=0, callbacks=[broadcast])
-    # Scripts for Horovod that other tests have run may be warned of, late, by a thread.
-    of_loss = [text for text in warnings if "the loss " in text]
-    assert len(of_loss) == (told is not None), warnings
-    assert told is None or told in of_loss[0]
+def summed(y_true, y_pred):
+    return tf.reduce_sum((y_true - y_pred) ** 2) / 100.0
+
+
+def growing():
+    """A loss that does not compare rows in its first step."""
+    part = tf.Variable(0.0)
+
+    def loss(y_true, y_pred):
+        value = tf.reduce_mean((y_true - y_pred) ** 2) + part * tf.reduce_max(y_pred)
+        part.assign_add(0.1)
+        return value
+
+    return loss
+
+
+def classes(y: np.ndarray) -> np.ndarray:
+    return (y[:, 0, 0] > 0).astype("int32")
+
+
+def marked(y: np.ndarray) -> np.ndarray:
+    rank_of = np.arange(len(y)) // ROWS % SIZE
+    return np.where((y > 0.5 - rank_of[:, None, None]), 255, 0).astype("float32")
+
+
+def vectors() -> keras.Model:
+    words = keras.Input((LENGTH,), dtype="int32")
+    pooled = keras.layers.Flatten()(keras.layers.Embedding(20, 4)(words))
+    return keras.Model(words, keras.layers.UnitNormalization()(keras.layers.Dense(3)(pooled)))
+
+
+def without_mask() -> keras.Model:
+    return masked(mask_zero=False)
+
+
+# Losses that are no mean over the rows, nor weighed.
+OF_ALL_ROWS = {
+    "ratio": {"loss": lambda: ratio},
+    "Dice": {"loss": losses.Dice},
+    "Tversky": {"loss": losses.Tversky},
+    "Circle": {"loss": losses.Circle, "make": vectors, "targets": classes},
+    "Circle, summed": {
+        "loss": lambda: losses.Circle(reduction="sum"),
+        "make": vectors,
+        "targets": classes,
+        "optimizer": lambda rate: SGD(rate / 100),
+    },
+    "axis 0": {"loss": lambda: losses.CosineSimilarity(axis=0)},
+    "axis 0, XLA": {"loss": lambda: losses.CosineSimilarity(axis=0), "jit": True},
+    "marks": {"loss": lambda: of_labels, "targets": marked},
+    "summed": {"loss": lambda: summed},
+    "growing": {"loss": growing},
+    "mean": {"loss": lambda: mean},
+    "mean with mask": {"loss": lambda: mean, "make": masked},
+    "ratio with weights": {"loss": lambda: ratio, "weighted": True},
+}
+
+
+@pytest.mark.cases(5)
+@pytest.mark.parametrize("name", OF_ALL_ROWS)
+def test_losses_of_all_rows(name: str) -> None:
+    alone, together = train(**{"make": without_mask, **OF_ALL_ROWS[name]})
+    np.testing.assert_allclose(together["loss"], alone["loss"], rtol=1e-4)
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_loss_of_all_rows_in_validation(eager: bool) -> None:
+    shown = []
+    for together in (False, True):
+        model = vectors()
+        model.set_weights([np.cos(np.arange(w.size)).reshape(w.shape) for w in model.get_weights()])
+        optimizer = hvd.DistributedOptimizer(SGD(0.01)) if together else SGD(0.01)
+        model.compile(optimizer, losses.Circle(), run_eagerly=eager)
+        x, y, _ = rows()
+        part, batch = (mine, ROWS) if together else (np.asarray, SIZE * ROWS)
+        arguments = {"batch_size": batch, "verbose": 0}
+        arguments["callbacks"] = [hvd.callbacks.MetricAverageCallback()] if together else []
+        arguments |= {"x": part(x), "y": part(classes(y))}
+        data = arguments["x"], arguments["y"]
+        history = model.fit(**arguments, shuffle=False, validation_data=data).history
+        shown.append([*history["loss"], *history["val_loss"], model.evaluate(**arguments)])
+    np.testing.assert_allclose(shown[1], shown[0], rtol=1e-4)
 
 
 def validate(validation, batch: int, jit: bool = False):
@@ -361,7 +425,7 @@ def test_each_rank_may_still_validate_alone() -> None:
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank divides as one process")
 @pytest.mark.parametrize("eager", [True, False])
-@pytest.mark.parametrize("kind", ["masked", "summed", "without a mask"])
+@pytest.mark.parametrize("kind", ["masked", "summed", "without a mask", "of all rows"])
 def test_a_custom_loop_with_a_masked_or_summed_loss_warns(
     kind: str, eager: bool, monkeypatch
 ) -> None:
@@ -370,6 +434,7 @@ def test_a_custom_loop_with_a_masked_or_summed_loss_warns(
     x, y, _ = rows()
     model = masked(mask_zero=kind != "without a mask")
     loss_of = losses.MeanSquaredError(reduction="sum" if kind == "summed" else NONE)
+    loss_of = losses.Dice() if kind == "of all rows" else loss_of
     optimizer = hvd.DistributedOptimizer(SGD(0.01))
     hvd.broadcast_variables(model.variables, 0)
 
@@ -380,4 +445,4 @@ def test_a_custom_loop_with_a_masked_or_summed_loss_warns(
 
     (step if eager else tf.function(step))(mine(x)[:ROWS], mine(y)[:ROWS])
     told = [text for text in warnings if "in a custom loop" in text]
-    assert len(told) == (kind == "masked"), warnings
+    assert len(told) == (kind in ("masked", "of all rows")), warnings

@@ -79,7 +79,8 @@ def _build(
         of_keras(model, iterator=iterator, data_batch=data_batch)
     if iterator is not None:
         own = running(model)
-        fitting.before_callbacks(model, own and own.arguments["x"], iterator.num_batches)
+        source = own and own.arguments["x"]
+        fitting.before_callbacks(model, source, iterator.num_batches, iterator)
 
 
 def _train_on_batch(train: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -105,6 +106,8 @@ class Seed:
 
 # As in ``hooks.tensorflow_fits``.
 
+COUNTS_ROWS = False
+
 
 def check(model: Any) -> None:
     """Let a compiled step leave out the exchange, which waits for other ranks."""
@@ -119,11 +122,24 @@ def passes_of(source: Any) -> list[Passes]:
     return [source.passes] if hasattr(source, "passes") else []
 
 
+def repeats(source: Any) -> bool:
+    """Return False: a pass begins where ``fit`` begins it."""
+    return False
+
+
+def repeated(source: Any) -> None:
+    """Return None: nothing reads ahead."""
+
+
 def prepare(own: Fit, source: Any) -> None:
     """Find the passes over the data; Keras has created the variables."""
     own.passes = passes_of(source)
     seeks = hasattr(source, "seek") and own.arguments["steps_per_epoch"] is None
     own.seekable = source if own.passes and seeks else None
+
+
+def build_metrics(own: Fit) -> None:
+    """Nothing: Keras has created their variables."""
 
 
 def can_look_at(source: Any) -> bool:

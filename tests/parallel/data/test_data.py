@@ -1,5 +1,6 @@
 """hvd.data.shard and agree_on_steps, alone and in a real fit."""
 
+import time
 from collections.abc import Iterator
 
 import keras
@@ -254,6 +255,25 @@ def test_shuffled_epochs_of_fit_are_those_of_one_process_and_can_be_resumed() ->
     rest = shard("arrays", x, y, seed=7, start_epoch=2, uneven="pad")
     resumed.fit(rest, epochs=3, initial_epoch=2, verbose=0)
     np.testing.assert_array_equal(training.flat(resumed), training.flat(together))
+
+
+@pytest.mark.parametrize("kind", ["arrays", "elements"])
+def test_repeated_data_of_several_fits_whatever_a_prefetch_has_begun(kind: str) -> None:
+    """A fit goes on with the pass after those that the fits before have read."""
+    x, y, _ = samples(3 * TOGETHER)
+
+    def late(x, y):
+        wait = tf.numpy_function(lambda: time.sleep(0.05 * RANK) or np.float32(0), [], tf.float32)
+        return x + tf.ensure_shape(wait, []), y
+
+    together, expected = distributed_model(), distributed_model()
+    repeated = shard(kind, x, y, seed=7, shuffle=True).map(late).repeat().prefetch(8)
+    for steps in (2, 4):
+        together.fit(repeated, steps_per_epoch=steps, verbose=0)
+    for epoch, steps in [(0, 2), (1, 3), (2, 1)]:
+        rest = shard(kind, x, y, seed=7, shuffle=True, start_epoch=epoch)
+        expected.fit(rest, steps_per_epoch=steps, verbose=0)
+    np.testing.assert_array_equal(training.flat(together), training.flat(expected))
 
 
 @pytest.mark.cases(1)

@@ -230,6 +230,26 @@ def test_a_saved_model_with_layers_of_hvd_keras(directory) -> None:
     save_and_compare(directory / "model.keras", model, plain=False)
 
 
+def test_a_plain_layer_of_the_same_name_in_another_model_stays_plain(directory) -> None:
+    """Names are unique in one model only."""
+    ids = keras.Input((3,), dtype="int32")
+    layers = [
+        hvd.layers.Embedding(ROWS, COLUMNS, shard="rows", name="words"),
+        keras.layers.Embedding(ROWS, COLUMNS, name="words"),
+    ]
+    towers = [keras.Sequential([keras.Input((3,), dtype="int32"), layer]) for layer in layers]
+    model = keras.Model(ids, keras.layers.Add()([tower(ids) for tower in towers]))
+    hvd.broadcast_variables(model.variables, 0)
+    hvd.save_model(model, directory / "model.keras")
+    again = hvd.load_model(directory / "model.keras")
+    assert [shards.of(v) is not None for v in again.variables] == [True, False]
+    batch = np.arange(6).reshape(2, 3)
+    np.testing.assert_allclose(again(batch), model(batch), rtol=1e-6)
+    if RANK == 0:
+        alone = keras.models.load_model(directory / "model.keras")
+        np.testing.assert_allclose(alone.variables[1], model.variables[1], rtol=1e-6)
+
+
 @pytest.mark.skipif(SIZE == 1, reason="one rank has the whole table")
 def test_what_cannot_be_saved(directory) -> None:
     model = build()

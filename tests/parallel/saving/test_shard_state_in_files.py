@@ -9,7 +9,7 @@ import pytest
 import hvd_keras as hvd
 from hvd_keras.gradients import shards
 from tests.harness import training
-from tests.parallel.test_tables_in_files import Later, assert_equal, state_of
+from tests.parallel.saving.test_tables_in_files import Later, assert_equal, state_of
 
 RANK, SIZE = hvd.rank(), hvd.size()
 BATCH, STEPS = 4, 3

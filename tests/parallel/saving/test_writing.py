@@ -14,7 +14,7 @@ import hvd_keras as hvd
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import values_of
 from hvd_keras.saving import storage
-from tests.parallel.test_restart import (
+from tests.parallel.saving.test_restart import (
     EPOCHS,
     RANK,
     STEPS,

@@ -1,0 +1,244 @@
+"""Finds out whether what a loss or a model computes for a row of a batch depends on other rows.
+
+If it does not, the ranks' parts of a batch give what one process computes. Names and operations do
+not tell. So losses and models are tried on random rows, outside of the training.
+"""
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_keras.runtime import agree, log
+from hvd_keras.runtime.keras import is_legacy, keras, replaced
+
+#: How the loss of a batch follows from its parts: each row has its own; it is the mean of the
+#: parts' losses, or their sum; "whole": none of these; "unknown": it cannot be tried.
+Kind = Literal["rows", "mean", "sum", "whole", "unknown"]
+
+_ROWS = 4  # of each of two parts
+_TOLERANCE = 1e-4  # relative to the largest value
+_COMPARISONS = {"Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual"}
+_kinds: dict[Any, Kind] = {}
+_numbers = itertools.count()
+_tried: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+
+def kind_of(loss: Any, y_true: Any, y_pred: Any) -> Kind:
+    """How a loss treats the rows of a batch, by its values for random rows."""
+    parts = [tf.nest.flatten(part) for part in (y_true, y_pred)]
+    tensors = [tensor for part in parts for tensor in part]
+    if not all(isinstance(tensor, tf.Tensor) and tensor.shape.rank for tensor in tensors):
+        return "unknown"
+    dtypes = [tf.as_dtype(getattr(loss, "dtype", tensor.dtype)) for tensor in tensors]
+    sizes = [[size or 4 for size in tensor.shape[1:]] for tensor in tensors]
+    function = getattr(loss, "fn", loss)
+    key = function, repr((getattr(loss, "_fn_kwargs", None), sizes, dtypes))
+    is_pure = str(getattr(function, "__module__", "")).startswith(("keras.", "tf_keras."))
+    is_kept = is_pure or tf.executing_eagerly()  # what a script's loss reads may change
+    if is_kept and key in _kinds:
+        return _kinds[key]
+
+    def call(*flat: Any) -> Any:
+        return loss.call(*tf.nest.pack_sequence_as([y_true, y_pred], flat))
+
+    kind: Kind = "unknown"
+    with tf.init_scope(), tf.device("CPU:0"):
+        # Few columns and any number of rows are enough, unless a loss is made for certain ones.
+        few = [[min(size, 8) for size in shape] for shape in sizes]
+        for shapes, counts in ((few, [None]), (sizes, [None]), (sizes, [_ROWS, 2 * _ROWS])):
+            specs = list(zip(shapes, dtypes, strict=True))
+            try:
+                kind = _try(call, specs, counts, len(parts[0]))
+                break
+            except Exception as error:
+                log.logger.debug("loss %s cannot be tried: %r", function, error)
+    if is_kept:
+        _kinds[key] = kind
+    return kind
+
+
+def _try(
+    call: Callable[..., Any],
+    specs: Sequence[tuple[list[int], Any]],
+    counts: Sequence[int | None],
+    labels: int,
+) -> Kind:
+    """Compare a loss of all rows with those of two parts; the first tensors are labels."""
+    random = np.random.default_rng(1)
+
+    def rows(share: float, mark: float) -> list[Any]:
+        found = []
+        for i, (shape, dtype) in enumerate(specs):
+            drawn = random.uniform(0.1, 0.9, (_ROWS, *shape))
+            if i < labels:  # 0 and 1 are valid for all losses
+                drawn = (drawn < share).astype(float)
+                drawn[random.uniform(size=drawn.shape) < share] = mark
+            found.append(tf.cast(drawn, dtype))
+        return found
+
+    function = tf.function(call, autograph=is_legacy)
+    functions = [
+        function.get_concrete_function(*(tf.TensorSpec([n, *shape], d) for shape, d in specs))
+        for n in counts
+    ]
+    # Its variables must not change, and small ones, such as weights, may have other values later.
+    handles = {id(v.handle): _copy(v, random) for v in functions[0].variables}
+    for traced in functions:
+        traced.set_external_captures([handles.get(id(c), c) for c in traced.captured_inputs])
+    kinds: set[Kind] = set()
+    # The numbers that a loss compares labels with may mark rows, such as those of padding.
+    for mark in (1.0, *_marks(functions[0])):
+        parts = [rows(share, mark) for share in (0.2, 0.6)]
+        try:
+            one, other = (np.asarray(functions[0](*some), "float64") for some in parts)
+            both = [tf.concat(pair, 0) for pair in zip(*parts, strict=True)]
+            whole = np.asarray(functions[-1](*both), "float64")
+        except tf.errors.OpError:  # the mark is no valid label
+            continue
+        if not whole.any() or not all(np.isfinite(some).all() for some in (one, other, whole)):
+            continue
+        expected: dict[Kind, Any] = {"mean": (one + other) / 2, "sum": one + other}
+        if whole.ndim:
+            expected = {"rows": np.concatenate([one, other])} if one.ndim else {}
+        kinds |= {kind for kind, value in expected.items() if _close(value, whole)} or {"whole"}
+    for handle in handles.values():
+        tf.raw_ops.DestroyResourceOp(resource=handle)
+    return kinds.pop() if len(kinds) == 1 else "whole"
+
+
+def _copy(variable: Any, random: Any) -> Any:
+    """The handle of a copy of a variable, with random values if there are few."""
+    value = tf.convert_to_tensor(variable)
+    if np.prod(variable.shape) < 1000:
+        value = tf.cast(random.uniform(0.5, 1.5, variable.shape), value.dtype)
+    # A tf.function that is being traced would take a tf.Variable for one of its own.
+    handle = tf.raw_ops.VarHandleOp(
+        dtype=value.dtype, shape=value.shape, shared_name=f"hvd_keras {next(_numbers)}"
+    )
+    tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+    return handle
+
+
+def _marks(traced: Any) -> set[float]:
+    """The numbers that a function compares with, except 0 and 1."""
+    values = [c.numpy() for c in traced.captured_inputs if c.dtype != tf.resource]
+    graph = traced.graph.as_graph_def()
+    for nodes in (graph.node, *(inner.node_def for inner in graph.library.function)):
+        named = {node.name: node for node in nodes}
+        for node in nodes:
+            if node.op in ("IsNan", "IsFinite"):
+                values.append(np.array(np.nan))
+            for source in node.input if node.op in _COMPARISONS else ():
+                found = named.get(source.partition(":")[0])
+                while found is not None and found.op in ("Cast", "Identity"):
+                    found = named.get(found.input[0].partition(":")[0])
+                if found is not None and found.op == "Const":
+                    values.append(tf.make_ndarray(found.attr["value"].tensor))
+    return {float(v.item()) for v in values if v.size == 1 and v.dtype.kind in "iuf"} - {0, 1}
+
+
+def layer_that_mixes(model: Any, element_spec: Any) -> str:
+    """The layer of a model that computes a row of its output from other rows of its input.
+
+    What inference computes is tried, unless all layers are Keras's and work on each row. Returns
+    "" if there is no such layer, or the model draws, assigns, exchanges, or cannot be tried.
+    """
+    if model in _tried or is_legacy:
+        return _tried.get(model, "")
+    layers = [*model._flatten_layers()]
+    others = [part for layer in layers for part in getattr(layer, "operations", ())]
+    parts = list({id(part): part for part in (*layers, *others)}.values())
+    _tried[model] = ""
+    if not all(map(works_by_rows, parts)):
+        try:
+            with agree.within(agree.is_building, True):
+                _tried[model] = _first_that_mixes(model, parts, element_spec)
+        except Exception as error:
+            log.logger.debug("model %s cannot be tried on random rows: %r", model.name, error)
+    return _tried[model]
+
+
+def works_by_rows(part: Any) -> bool:
+    """Whether a part of a model is known to compute each row of its output from one of its input.
+
+    True for Keras's layers, unless they have a function or an axis that may say otherwise. Batch
+    normalisation and random layers use other rows in training alone, as documented.
+    """
+    equation = getattr(part, "equation", "a->a")
+    axes = tf.nest.flatten([getattr(part, name, None) for name in ("axis", "axes")])
+    functions = [value for value in vars(part).values() if hasattr(value, "__code__")]
+    return (
+        all(str(home.__module__).startswith("keras.") for home in (type(part), *functions))
+        and isinstance(part, keras.layers.Layer)
+        and not isinstance(part, keras.layers.Lambda)
+        and not any(isinstance(axis, int) and (axis == 0 or axis < -1) for axis in axes)
+        and equation[0] == equation.partition("->")[2][:1]
+    )
+
+
+def _first_that_mixes(model: Any, parts: Sequence[Any], element_spec: Any) -> str:
+    random = np.random.default_rng(1)
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(element_spec)
+    seen: list[tuple[Any, Any]] = []  # parts in the order of their calls, with their outputs
+
+    def kept(part: Any, call: Any) -> Callable[..., Any]:
+        def of_part(*args: Any, **kwargs: Any) -> Any:
+            result = call(*args, **kwargs)
+            seen.extend((part, tensor) for tensor in tf.nest.flatten(result))
+            return result
+
+        return of_part
+
+    def forward(x: Any) -> Any:
+        options = {"training": False} if getattr(model, "_call_has_training_arg", True) else {}
+        with contextlib.ExitStack() as stack:
+            for part in parts:
+                stack.enter_context(replaced(part, "call", kept(part, part.call)))
+            model(x, **options)
+        here = tf.compat.v1.get_default_graph()
+        seen[:] = [(p, t) for p, t in seen if getattr(t, "graph", None) is here]
+        return [tensor for _, tensor in seen]
+
+    def draw(spec: Any) -> Any:
+        size = [spec.shape[0] or 2 * _ROWS, *(32 if n is None else n for n in spec.shape[1:])]
+        if spec.dtype.is_floating:
+            return tf.cast(random.normal(size=size), spec.dtype)
+        labels = tf.constant(random.integers(0, 2, size))
+        return tf.as_string(labels) if spec.dtype == tf.string else tf.cast(labels, spec.dtype)
+
+    traced = tf.function(forward, autograph=False).get_concrete_function(x)
+    graph = traced.graph.as_graph_def()
+    nodes = [*graph.node, *(node for inner in graph.library.function for node in inner.node_def)]
+    if any(node.op.startswith(("Assign", "Hvd")) for node in nodes):
+        return ""
+    one, other = (tf.nest.map_structure(draw, x) for _ in range(2))
+    rows = tf.nest.flatten(one)[0].shape[0]
+    # The first half of the rows stays, so what is computed from it alone stays, too.
+    other = tf.nest.map_structure(
+        lambda a, b: tf.concat([a[: rows // 2], b[rows // 2 :]], 0), one, other
+    )
+    before, again, after = (traced(some) for some in (one, one, other))
+
+    def differ(first: Any, second: Any) -> list[Any]:
+        halves = [
+            (part, *(np.asarray(t, "float64")[: t.shape[0] // 2] for t in pair))
+            for (part, _), *pair in zip(seen, first, second, strict=True)
+            if pair[0].shape.rank and not pair[0].shape[0] % rows and pair[0].dtype != tf.string
+        ]
+        return [part for part, a, b in halves if not _close(a, b)]
+
+    found = differ(before, after)
+    if model not in found or differ(before, again):
+        return ""
+    return f"{type(found[0]).__name__} {found[0].name!r}"
+
+
+def _close(one: Any, other: Any) -> bool:
+    if one.shape != other.shape:
+        return False
+    return bool(np.abs(one - other).max(initial=0) <= _TOLERANCE * np.abs(other).max(initial=0))

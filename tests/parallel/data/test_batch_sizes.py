@@ -1,0 +1,167 @@
+"""Ranks with batches of different sizes train as one process with their sum."""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_keras as hvd
+from hvd_keras.gradients import missing_calls
+from tests.harness import training
+from tests.harness.shards import error_of
+
+pytestmark = pytest.mark.ranks(2, 3)
+RANK, SIZE = hvd.rank(), hvd.size()
+SIZES = [6, 2, 4][:SIZE]
+TOTAL, STEPS = sum(SIZES), 4
+LENGTH, WORDS = TOTAL * STEPS, 9
+
+
+def rows(length: int = LENGTH) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    random = np.random.default_rng(5)
+    x = random.integers(0, WORDS, size=(length, 5))  # 0 is masked
+    return x, random.normal(size=(length, 5, 1)), random.uniform(0.2, 3, size=(length, 5))
+
+
+def made(distributed: bool, reduction: str, op=hvd.Average) -> keras.Model:
+    keras.utils.set_random_seed(RANK)
+    layers = [keras.layers.Embedding(WORDS, 3, mask_zero=True), keras.layers.Dense(1)]
+    layers[1].kernel_regularizer = keras.regularizers.L2(0.1)
+    model = keras.Sequential([keras.Input((5,)), *layers])
+    training.set_weights(model, seed=RANK)
+    rate = 0.5 / SIZE if distributed and op is hvd.Sum else 0.5
+    optimizer = keras.optimizers.SGD(rate)
+    optimizer = hvd.DistributedOptimizer(optimizer, op=op) if distributed else optimizer
+    loss = keras.losses.Huber(reduction=reduction)
+    model.compile(optimizer, loss, weighted_metrics=["mae"])
+    return model
+
+
+def mine(part: np.ndarray) -> np.ndarray:
+    """This rank's rows of each step."""
+    first = sum(SIZES[:RANK])
+    steps = part.reshape(-1, TOTAL, *part.shape[1:])
+    return steps[:, first : first + SIZES[RANK]].reshape(-1, *part.shape[1:])
+
+
+def own_dataset(parts) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices(tuple(map(mine, parts))).batch(SIZES[RANK])
+
+
+HOW = {
+    "list": lambda parts: ((hvd.data.shard(parts, batch_size=SIZES, shuffle=False),), {}),
+    "files": lambda parts: (
+        (hvd.data.shard(Rows(parts), batch_size=SIZES, shuffle=False),),
+        {},
+    ),
+    "arrays": lambda parts: (
+        tuple(map(mine, parts[:2])),
+        {"sample_weight": mine(parts[2]), "batch_size": SIZES[RANK]},
+    ),
+    "datasets": lambda parts: ((own_dataset(parts),), {}),
+}
+
+
+class Rows:
+    """A source of rows by number, as Hugging Face's."""
+
+    def __init__(self, parts) -> None:
+        self.parts = parts
+
+    def __len__(self) -> int:
+        return len(self.parts[0])
+
+    def __getitem__(self, row: int):
+        return tuple(part[row] for part in self.parts)
+
+
+@pytest.mark.cases(4)
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=["average", "sum"])
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight"])
+@pytest.mark.parametrize("how", HOW)
+def test_each_row_counts_alike(how: str, reduction: str, op) -> None:
+    """In gradients and logs, also after a fit in which all ranks had equal batches."""
+    parts = rows()
+    model = made(True, reduction, op)
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    callbacks += [hvd.callbacks.MetricAverageCallback()]
+    x, y, weights = (part[: SIZE * 2] for part in parts)
+    equal = hvd.data.shard((x, y, weights), batch_size=2, shuffle=False)
+    model.fit(equal, verbose=0, callbacks=callbacks)
+    positional, named = HOW[how](parts)
+    history = model.fit(
+        *positional, **named, epochs=2, shuffle=False, verbose=0, callbacks=callbacks
+    ).history
+    training.assert_bit_identical_on_all_ranks(model)
+    if RANK > 0:
+        return
+    alone = made(False, reduction)
+    alone.fit(x, y, sample_weight=weights, batch_size=SIZE * 2, shuffle=False, verbose=0)
+    options = {"sample_weight": parts[2], "batch_size": TOTAL}
+    expected = alone.fit(*parts[:2], **options, epochs=2, shuffle=False, verbose=0).history
+    np.testing.assert_allclose(training.flat(model), training.flat(alone), rtol=1e-4, atol=1e-5)
+    assert history.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(history[name], values, rtol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("uneven", ["share", "pad", "trim"])
+def test_each_row_is_used_once(uneven: str) -> None:
+    length = 2 * TOTAL + TOTAL // 2  # the last step is short
+    x = np.arange(length)
+    for source in (x, (x, x), Rows((x, x))):
+        if uneven == "pad" and source is x:
+            continue
+        for shuffle in (False, True):
+            data = hvd.data.shard(source, batch_size=SIZES, shuffle=shuffle, uneven=uneven)
+            found, sizes = [], []
+            for batch in data:
+                values, weights = (batch[0], batch[-1]) if isinstance(batch, tuple) else (batch, 1)
+                sizes.append(len(values))
+                is_real = np.asarray(weights) > 0 if uneven == "pad" else np.ones(len(values), bool)
+                found += np.asarray(values)[is_real].tolist()
+            everyone = [*itertools.chain(*hvd.allgather_object(found))]
+            shares = TOTAL // np.gcd.reduce(SIZES)
+            used = {"pad": length, "trim": 2 * TOTAL}.get(uneven, length - length % TOTAL % shares)
+            assert len(everyone) == len(set(everyone)) == used
+            assert sizes[:2] == [SIZES[RANK]] * 2
+
+
+def test_what_cannot_be_weighed(monkeypatch) -> None:
+    told = []
+    monkeypatch.setattr(missing_calls, "tell", lambda text, *_: told.append(text))
+
+    class Own(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, x):
+            return self.dense(x)
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x) - y) ** 2)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            return {"loss": loss}
+
+    x = np.arange(float(SIZES[RANK])).reshape(-1, 1)
+    model = Own()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(1e-3)))
+    first = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(x, x, batch_size=SIZES[RANK], shuffle=False, verbose=0, callbacks=[first])
+    assert any("each rank counts alike" in text for text in told)
+
+
+def test_lists_that_cannot_be_used() -> None:
+    x = np.arange(60)
+    for sizes in ([4], [4, 0, 1][:SIZE], [4.0] * SIZE):
+        assert f"expected {SIZE} numbers" in error_of(
+            lambda s=sizes: hvd.data.shard(x, batch_size=s)
+        )
+    dataset = tf.data.Dataset.from_tensor_slices(x)
+    assert "is a list" in error_of(lambda: hvd.data.shard(dataset, batch_size=SIZES))

@@ -1,0 +1,133 @@
+"""What a fit writes and decides, if it crashes at any batch and is started again."""
+
+import csv
+import pathlib
+import random
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_keras as hvd
+from hvd_keras.runtime import agree
+from tests.harness import training
+from tests.parallel.saving.test_restart import Interrupt
+
+pytestmark = pytest.mark.ranks(1, 2)
+RANK, SIZE = hvd.rank(), hvd.size()
+STEPS, EPOCHS, BATCH = 5, 5, 4
+callbacks = keras.callbacks
+
+
+def built() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((5,)),
+            keras.layers.Dense(6, activation="tanh"),
+            keras.layers.Dropout(0.3),
+            keras.layers.Dense(1),
+        ]
+    )
+
+
+def compiled() -> keras.Model:
+    keras.utils.set_random_seed(RANK)
+    model = built()
+    training.set_weights(model, seed=RANK)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.1))
+    model.compile(optimizer, loss="mse", metrics=["mae"])
+    return model
+
+
+def rows(seed: int, number: int) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(seed)
+    return generator.normal(size=(number, 5)), generator.normal(size=(number, 1))
+
+
+def fit(folder: pathlib.Path, saves: int | str, last: str, *more) -> keras.Model:
+    """Trains with callbacks that count batches and epochs, and that remember the best."""
+    model = compiled()
+    best = {"save_best_only": True, "monitor": "loss"}
+    used = [
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+        hvd.callbacks.MetricAverageCallback(),
+        callbacks.ModelCheckpoint(folder / "batch-{epoch}-{batch}.keras", save_freq=3),
+        callbacks.ModelCheckpoint(
+            folder / "best-{epoch}-{val_loss:.4f}.weights.h5", **best, save_weights_only=True
+        ),
+        callbacks.CSVLogger(folder / "log.csv", append=True),
+        callbacks.TensorBoard(folder / "events", update_freq=1, write_graph=False),
+        callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.8 if epoch % 2 else rate),
+        callbacks.ReduceLROnPlateau("val_loss", patience=1, factor=0.5),
+        callbacks.EarlyStopping("val_loss", patience=3, restore_best_weights=True),
+    ]
+    saved = [hvd.callbacks.Checkpoint(folder / "state", save_freq=saves)]
+    used = [*saved, *used] if last == "first" else [*used, *saved]
+    model.fit(
+        hvd.data.shard(rows(1, SIZE * STEPS * BATCH), batch_size=BATCH),
+        epochs=EPOCHS,
+        verbose=0,
+        validation_data=hvd.data.shard(rows(2, SIZE * 8), batch_size=4, shuffle=False),
+        callbacks=[*used, *more],
+    )
+    return model
+
+
+def events(folder: pathlib.Path) -> dict[tuple[str, str, int], float]:
+    """Returns the scalars by name and step; a step that is written again has the same value."""
+    found: dict[tuple[str, str, int], float] = {}
+    for path in sorted((folder / "events").rglob("events*")):
+        for record in tf.data.TFRecordDataset(str(path)):
+            event = tf.compat.v1.Event.FromString(record.numpy())
+            for value in event.summary.value:
+                key = path.parent.name, value.tag, event.step
+                if value.tag == "epoch_steps_per_second" or not value.HasField("tensor"):
+                    continue
+                number = float(tf.make_ndarray(value.tensor))
+                assert found.setdefault(key, number) == number, key
+    return found
+
+
+def files(folder: pathlib.Path) -> dict[str, list[np.ndarray]]:
+    found = {}
+    for path in sorted(folder.glob("*-*")):
+        model = built() if path.suffix == ".h5" else keras.models.load_model(path, compile=False)
+        if path.suffix == ".h5":
+            model.load_weights(path)
+        found[path.name] = model.get_weights()
+    return found
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("seed", range(12))
+def test_files_and_logs_are_those_of_a_run_without_a_crash(directory, seed: int) -> None:
+    draw = random.Random(seed)
+    saves, place = draw.choice([1, 2, 3, 4, "epoch"]), draw.choice(["first", "last"])
+    whole, broken = directory / "whole", directory / "broken"
+    if RANK == 0:
+        whole.mkdir()
+        broken.mkdir()
+    agree.gather_json("made", None)
+    expected = fit(whole, saves, place)
+    for _ in range(2):
+        try:
+            got = fit(broken, saves, place, Interrupt(draw.randrange(STEPS * EPOCHS // 2)))
+        except KeyboardInterrupt:
+            got = None
+    got = got or fit(broken, saves, place)
+    for one, other in zip(got.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    again = fit(broken, saves, place)  # when nothing is left
+    for one, other in zip(again.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    if RANK > 0:
+        return
+    theirs, mine = files(whole), files(broken)
+    assert mine.keys() == theirs.keys()
+    for name, weights in theirs.items():
+        for one, other in zip(mine[name], weights, strict=True):
+            np.testing.assert_array_equal(one, other, err_msg=name)
+    logs = [list(csv.DictReader((path / "log.csv").open())) for path in (broken, whole)]
+    assert logs[0] == logs[1]
+    assert events(broken) == events(whole)
