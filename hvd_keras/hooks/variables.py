@@ -60,6 +60,12 @@ def average_variables(variables: list[Any], process_set: ProcessSet) -> None:
         variable.assign(np.clip(mean, low, high))
 
 
+def accumulators(model: Any) -> list[Any]:
+    """Return the variables in which a model's optimizers add up gradients for a later update."""
+    optimizers = map(innermost, model_ranks.optimizers_of(model))
+    return [v for one in optimizers for v in getattr(one, "_accumulated_gradients", ())]
+
+
 def accumulating(model: Any) -> dict[Any, list[Any]]:
     """Return the sums of this rank's own gradients since the last update, by reducer."""
     found: dict[Any, list[Any]] = {}

@@ -3,6 +3,7 @@
 import functools
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -161,3 +162,52 @@ def test_what_may_differ() -> None:
     fit(compiled(SGD(rate), model), verbose=by_rank(0, 2), validation_data=data)
     training.assert_bit_identical_on_all_ranks(model)
     assert float(model.optimizer.learning_rate) == pytest.approx(0.1)
+
+
+CHANGES = {
+    "permuted": lambda values: values[::-1],
+    "swapped halves": lambda values: np.roll(values, len(values) // 2, axis=0),
+    "negated": lambda values: -values,
+    "rows swapped in pairs": lambda values: values.reshape(-1, 2, *values.shape[1:])[:, ::-1],
+    "one bit": lambda values: np.where(values == values.flat[0], np.nextafter(values, 9), values),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_values_with_equal_sums_are_told_apart(change, directory, warnings_of_hvd) -> None:
+    """In broadcasts, checks of weights, data, and checkpoints."""
+    values = np.random.default_rng(1).normal(size=(8, 4)).astype("float32")
+    mine = CHANGES[change](values).reshape(8, 4).astype("float32") if LAST else values
+    with pytest.raises(ValueError, match="different"):
+        hvd.data.shard(mine, batch_size=1)
+
+    def made() -> keras.Model:
+        layer = keras.layers.Dense(4, use_bias=False)
+        model = keras.Sequential([keras.Input((8,)), layer])
+        model.set_weights([mine])
+        return compiled(SGD(0.0), model)
+
+    x, y = np.ones((2, 8), "float32") * (RANK + 1), np.ones((2, 4), "float32")
+    made().fit(x, y, verbose=0, shuffle=False)
+    assert (RANK > 0) or any("began to train with different weights" in t for t in warnings_of_hvd)
+
+    def verify(batch, logs) -> None:
+        model.set_weights([mine])
+
+    model = made()
+    changing = keras.callbacks.LambdaCallback(on_train_batch_end=verify)
+    first = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    with pytest.raises(RuntimeError, match="VerifyWeights"):
+        model.fit(x, y, verbose=0, callbacks=[first, changing, hvd.callbacks.VerifyWeights(1)])
+
+    local = made()
+    for variable in local.trainable_variables:  # saved for each rank
+        local.optimizer.register_local_var(variable)
+    saved = hvd.callbacks.Checkpoint(directory / change)
+    local.fit(x, y, verbose=0, callbacks=[saved])
+    again = made()
+    for variable in again.trainable_variables:
+        again.optimizer.register_local_var(variable)
+    again.set_weights([np.zeros((8, 4))])
+    again.fit(x, y, epochs=1, verbose=0, callbacks=[hvd.callbacks.Checkpoint(directory / change)])
+    np.testing.assert_array_equal(again.get_weights()[0], mine)
