@@ -21,7 +21,7 @@ def _target(spec: View, kind: str, random: Any, shape: tuple[int, ...], at: Any)
     if spec.loss in ("sparse", "probabilities", "categorical"):
         classes = random.choice([0, 0, 0, 1], shape) + is_validation
         return np.eye(CLASSES, dtype="float32")[classes] if spec.loss == "categorical" else classes
-    if spec.loss in ("binary", "focal"):
+    if spec.loss in ("binary", "focal", "dice"):
         drawn = random.random(shape) < 0.2
         return (~drawn if is_validation else drawn).astype("float32")[..., None]
     y = 0.3 * random.normal(size=shape) + 0.05 * at.reshape(-1, *[1] * (len(shape) - 1))
@@ -151,12 +151,18 @@ class Feed:
         self.spec, self.kind, self.rank, self.size = spec, kind, rank, size
         self.data = rows(spec, kind)
         self.folder = tempfile.TemporaryDirectory()  # of files, as long as this exists
-        self.batch = spec.batch // size
+        self.sizes = [spec.batch // size] * size  # of each rank's batch
+        if spec.unequal and kind != "validation":
+            self.sizes = [n * spec.batch // 12 for n in {1: [12], 2: [8, 4], 3: [6, 2, 4]}[size]]
+        self.batch = self.sizes[rank or 0]
 
     def mine(self) -> Any:
         """This rank's rows as arrays, step by step."""
-        at = np.arange(len(tf.nest.flatten(self.data)[0]))
-        return _part(self.data, at % self.size == (self.rank or 0))
+        number = len(tf.nest.flatten(self.data)[0])
+        step = np.arange(number) // self.spec.batch * self.spec.batch
+        place = (np.arange(number) - step) / np.minimum(self.spec.batch, number - step)
+        ends = np.cumsum(self.sizes) / self.spec.batch
+        return _part(self.data, np.searchsorted(ends, place, "right") == (self.rank or 0))
 
     def fit(self) -> dict[str, Any]:
         """Arguments of ``fit``."""
@@ -202,7 +208,8 @@ class Feed:
 
         hvd.init()
         spec, data, source = self.spec, self.data, self.data
-        options = {"batch_size": self.batch, "uneven": spec.uneven, **options}
+        own = self.sizes if len(set(self.sizes)) > 1 else self.batch
+        options = {"batch_size": own, "uneven": spec.uneven, **options}
         options.setdefault("shuffle", spec.order == "hvd")
         if form == "frame":
             source = frames(spec, data)

@@ -21,7 +21,7 @@ CHOICES: dict[str, Any] = {
     "inputs": "one tuple dict",
     "outputs": "one list dict",
     "regularizer": [False, True],
-    "loss": "mse huber log_cosh mae sparse probabilities categorical binary focal",
+    "loss": "mse huber log_cosh mae sparse probabilities categorical binary focal dice custom",
     "reduction": "sum_over_batch_size sum mean_with_sample_weight",
     "flat": [False, True],  # targets of one dimension
     "weights": "none sample class",
@@ -34,6 +34,7 @@ CHOICES: dict[str, Any] = {
     "steps": [3, 2, 4],
     "rest": [0, 6, 7, 1, 5],  # rows of the last step
     "uneven": "share pad trim",
+    "unequal": [False, True],  # ranks have batches of different sizes
     "validation": "none arrays sharded rows batches dataset padded local",
     "validation_freq": [1, 2],
     "validation_steps": [0, 1],
@@ -72,13 +73,15 @@ IMPOSSIBLE: list[Rule] = [
     (lambda s: s.style in ("sequential", "unbuilt") or s.is_sequence, ["inputs", "outputs"]),
     (lambda s: s.data == "frame", ["body", "inputs", "outputs", "weights", "order", "repeat"]),
     (lambda s: s.data == "frame" and s.loss == "categorical", ["loss"]),
-    (lambda s: s.is_sequence or s.loss == "categorical", ["flat"]),
+    (lambda s: s.is_sequence or s.loss in ("categorical", "dice", "custom"), ["flat"]),
+    (lambda s: s.loss == "custom", ["reduction"]),
     (lambda s: s.loss not in ("sparse", "probabilities") and s.weights == "class", ["weights"]),
     (lambda s: (s.is_sequence or s.outputs != "one") and s.weights == "class", ["weights"]),
     (lambda s: s.mode == "eager", ["at_once"]),
     (lambda s: s.data not in ("rows", "batches", "regrouped", "generator"), ["change"]),
     (lambda s: s.data not in ("rows", "batches", "regrouped") and s.order == "own", ["order"]),
     (lambda s: s.data in ("local", "agree"), ["order", "repeat", "uneven"]),
+    (lambda s: s.data not in ("arrays", "frame", "tfrecord", "local", "agree"), ["unequal"]),
     (lambda s: s.data == "local" and s.rest != 6, ["rest"]),
     (lambda s: s.data == "agree", ["rest"]),
     (lambda s: s.accumulation == 1, ["backward_passes"]),
@@ -100,8 +103,9 @@ IMPOSSIBLE: list[Rule] = [
 ]
 EXCLUDED: list[Rule] = [
     # hvd.data.shard, "pad": statistics of batch normalisation, metrics without weights, masked
-    # losses and other reductions.
+    # losses, other reductions, and losses that give no row its own.
     (lambda s: s.pads, ["reduction"]),
+    (lambda s: s.pads and s.loss in ("dice", "custom"), ["loss"]),
     (lambda s: s.pads and (s.body == "batchnorm" or s.is_sequence), ["body"]),
     (lambda s: s.pads and s.metrics in ("metrics", "both"), ["metrics"]),
     # The same, ``evaluation``: for the mean over the whole pass. For each of several outputs, Keras
@@ -124,16 +128,13 @@ EXCLUDED: list[Rule] = [
     (lambda s: s.has_table and s.distributed == "sparse_as_dense", ["distributed"]),
     # docs/guide.md, "Callbacks": without MetricAverageCallback, the ranks log and write their own.
     (lambda s: not s.average, [f"callbacks:{c}" for c in [*DECIDERS, "csv"]]),
-    # docs/checkpoints.md: exact data; not the state of other callbacks, nor metrics of an epoch.
-    (lambda s: s.data not in ("arrays", "rows", "batches", "pydataset", "tfrecord"), ["restart"]),
-    (lambda s: s.change == "cache" or s.epochs < 2, ["restart"]),
-    (
-        lambda s: s.restart != "none",
-        ["initial_epoch"] + [f"callbacks:{c}" for c in [*DECIDERS, "csv", "evaluates"]],
-    ),
-    (lambda s: s.restart != "none", ["callbacks:every_batch", "callbacks:swap_ema"]),
+    # docs/checkpoints.md: a program that stops in the second epoch.
+    (lambda s: s.epochs < 2, ["restart"]),
+    (lambda s: s.at_once > 1 and s.restart == "batch", ["restart"]),
+    (lambda s: s.restart != "none", ["initial_epoch"]),
     # docs/using/sharp-bits.md, "Losses": outside fit, hvd_keras averages the ranks' losses.
     (lambda s: s.reduction != "sum_over_batch_size" or s.is_sequence, ["then:on_batch"]),
+    (lambda s: s.loss in ("dice", "custom"), ["then:on_batch"]),
 ]
 
 

@@ -10,6 +10,15 @@ from tests.programs.draw import View
 
 RATES = {"SGD": 0.05, "Momentum": 0.02, "Adagrad": 0.05, "Adadelta": 0.5, "Ftrl": 0.05}
 RATES |= {"Lion": 0.003}
+
+
+@keras.saving.register_keras_serializable("programs")
+def custom(y: Any, predicted: Any) -> Any:
+    """A loss that gives no row its own."""
+    error = keras.ops.cast(y, predicted.dtype) - predicted
+    return keras.ops.sqrt(keras.ops.mean(error**2) + 0.01)
+
+
 LOGITS = {"from_logits": True}
 LOSSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "mse": (keras.losses.MeanSquaredError, {}),
@@ -21,8 +30,9 @@ LOSSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "categorical": (keras.losses.CategoricalCrossentropy, LOGITS),
     "binary": (keras.losses.BinaryCrossentropy, {}),
     "focal": (keras.losses.BinaryFocalCrossentropy, LOGITS),
+    "dice": (keras.losses.Dice, {}),
 }
-ACTIVATIONS = {"probabilities": "softmax", "binary": "sigmoid"}
+ACTIVATIONS = {"probabilities": "softmax", "binary": "sigmoid", "dice": "sigmoid"}
 EMA = {"use_ema": True, "ema_momentum": 0.7}
 OPTIONS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -180,6 +190,8 @@ def compiled(model: Any, spec: View, hvd: Any) -> Any:
         return of.get(spec.outputs, lambda: {"a": make(), "b": make()})()
 
     def loss() -> Any:
+        if spec.loss == "custom":
+            return custom
         cls, options = LOSSES[spec.loss]
         return cls(reduction=spec.reduction, **options)
 

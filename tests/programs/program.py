@@ -34,16 +34,19 @@ class StopError(Exception):
 
 
 def stopping(where: str) -> Any:
-    """Stops after the first epoch, or within the second one."""
-    begun: list[int] = []
+    """Stops between the first two epochs, or within the second one."""
+    epochs: list[int] = []
 
-    def stop(number: int, logs: Any) -> None:
-        if where == "epoch" or len(begun) == 2:
+    def begin(epoch: int, logs: Any) -> None:
+        epochs.append(epoch)
+        if where == "epoch" and len(epochs) == 2:
             raise StopError
 
-    when = {"epoch": "on_epoch_end", "batch": "on_train_batch_end"}[where]
-    on_begin = lambda epoch, logs: begun.append(epoch)  # noqa: E731
-    return keras.callbacks.LambdaCallback(on_epoch_begin=on_begin, **{when: stop})
+    def batch(number: int, logs: Any) -> None:
+        if number and len(epochs) == 2:
+            raise StopError
+
+    return keras.callbacks.LambdaCallback(on_epoch_begin=begin, on_train_batch_begin=batch)
 
 
 class Program:
@@ -130,7 +133,7 @@ class Program:
             "every_batch": lambda: of.ModelCheckpoint(
                 path / "{epoch}-{batch}.weights.h5", save_freq=2, save_weights_only=True
             ),
-            "csv": lambda: of.CSVLogger(path / "log.csv"),
+            "csv": lambda: of.CSVLogger(path / "log.csv", append=self.spec.restart != "none"),
         }
         return [*found, *(make() for name, make in made.items() if name in self.spec.callbacks)]
 
@@ -150,12 +153,12 @@ class Program:
             arguments["class_weight"] = {0: 0.5, 1: 2.0, 2: 1.0}
         arguments |= {"callbacks": [*self.callbacks(), *more], "verbose": 0}
         history = self.model.fit(**given, **arguments, **self.validation.validation()).history
-        # A restart has no logs of the first epoch, and not all of the one in which it begins.
-        lost = {"none": 0, "epoch": 1, "batch": 2}[spec.restart] if arguments["epochs"] > 1 else 0
-        kept = arguments["epochs"] - lost
         for key, values in history.items():
+            in_first = not key.startswith("val_") or spec.validation_freq == 1
+            # That of a fit that goes on after a restart begins with the second epoch.
+            lacks = spec.restart != "none" and self.step == "fit" and not self.hvd and in_first
+            found = np.asarray(values[lacks:], "float64")
             compared = spec.average and (key.startswith("val_") or not spec.pads_training)
-            found = np.asarray(values[len(values) - kept :] if lost else values, "float64")
             self.seen[f"{self.step} history {key}"] = found if compared else len(found)
         self.look()
 
