@@ -70,10 +70,8 @@ def frames(spec: View, data: Any) -> Any:
     import pandas
 
     x, y, *_ = data
-    columns = [f"x{number}" for number in range(x.shape[1])]
-    return pandas.DataFrame(x, columns=columns), (pandas.Series if spec.flat else pandas.DataFrame)(
-        y
-    )
+    x = pandas.DataFrame(x, columns=[f"x{number}" for number in range(x.shape[1])])
+    return x, pandas.Series(y) if spec.flat else pandas.DataFrame(y)
 
 
 class Batches(keras.utils.PyDataset):
@@ -92,35 +90,24 @@ class Batches(keras.utils.PyDataset):
 
 def _generated(data: Any) -> Any:
     """A dataset of rows whose length is unknown."""
-    signature = tf.nest.map_structure(lambda a: tf.TensorSpec(a.shape[1:], a.dtype), data)
-
-    def generate() -> Any:
-        for number in range(len(tf.nest.flatten(data)[0])):
-            yield _part(data, number)
-
-    return tf.data.Dataset.from_generator(generate, output_signature=signature)
+    made = tf.data.Dataset.from_tensor_slices(data)
+    spec = made.element_spec
+    return tf.data.Dataset.from_generator(made.as_numpy_iterator, output_signature=spec)
 
 
 def _records(data: Any, folder: str) -> Any:
-    """A source of TFRecord files of unequal length, which all ranks have written."""
+    """TFRecord files of unequal length, of the rows' numbers; each rank writes its own copies."""
     import hvd_keras as hvd
 
-    parts = tf.nest.flatten(data)
-    for number, some in enumerate(np.split(np.arange(len(parts[0])), [5, 7])):
-        with tf.io.TFRecordWriter(f"{folder}/{number}.tfrecord") as file:
+    number = len(tf.nest.flatten(data)[0])
+    for name, some in enumerate(np.split(np.arange(number), [5, 7])):
+        with tf.io.TFRecordWriter(f"{folder}/{name}.tfrecord") as file:
             for row in some:
-                texts = [tf.io.serialize_tensor(part[row]).numpy() for part in parts]
-                file.write(tf.io.serialize_tensor(texts).numpy())
+                file.write(row.tobytes())
 
     def parse(records: Any) -> Any:
-        texts = tf.map_fn(lambda r: tf.io.parse_tensor(r, tf.string), records)
-        texts = tf.ensure_shape(texts, [None, len(parts)])
-        found = []
-        for number, part in enumerate(parts):
-            one = functools.partial(tf.io.parse_tensor, out_type=part.dtype)
-            tensor = tf.map_fn(one, texts[:, number], fn_output_signature=part.dtype)
-            found.append(tf.ensure_shape(tensor, [None, *part.shape[1:]]))
-        return tf.nest.pack_sequence_as(data, found)
+        at = tf.io.decode_raw(records, tf.int64)[:, 0]
+        return tf.nest.map_structure(lambda part: tf.gather(part, at), data)
 
     return hvd.data.files(f"{folder}/*.tfrecord", map=parse)
 
@@ -147,7 +134,7 @@ class Feed:
     ``rank`` is None for the process without.
     """
 
-    def __init__(self, spec: View, kind: str, rank: int | None, size: int) -> None:
+    def __init__(self, kind: str, spec: View, rank: int | None, size: int) -> None:
         self.spec, self.kind, self.rank, self.size = spec, kind, rank, size
         self.data = rows(spec, kind)
         self.folder = tempfile.TemporaryDirectory()  # of files, as long as this exists
@@ -251,4 +238,4 @@ class Feed:
             return self.sharded("arrays", shuffle=False, uneven="pad", evaluation=True)
         form = "arrays" if form == "sharded" else form
         kept = View({**self.spec.spec, "order": "kept", "change": "none"})
-        return Feed(kept, self.kind, self.rank, self.size).sharded(form, uneven="share")
+        return Feed(self.kind, kept, self.rank, self.size).sharded(form, uneven="share")

@@ -44,7 +44,7 @@ CHOICES: dict[str, Any] = {
     "backward_passes": [False, True],  # asks hvd.DistributedOptimizer for it
     "loss_scale": [False, True],
     "schedule": [False, True],
-    "distributed": "plain sparse_as_dense num_groups shard_state predivide",
+    "distributed": "plain sparse_as_dense num_groups shard_state gradient_predivide_factor",
     "average": [True, False],  # MetricAverageCallback
     "at_once": [1, 2, 3],  # steps_per_execution
     "mode": "eager graph graph graph graph xla",  # what traces nothing is fastest

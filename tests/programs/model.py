@@ -33,23 +33,9 @@ LOSSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "dice": (keras.losses.Dice, {}),
 }
 ACTIVATIONS = {"probabilities": "softmax", "binary": "sigmoid", "dice": "sigmoid"}
-EMA = {"use_ema": True, "ema_momentum": 0.7}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "weight_decay": {"weight_decay": 0.02},
-    "clipnorm": {"clipnorm": 0.1},
-    "global_clipnorm": {"global_clipnorm": 0.2},
-    "clipvalue": {"clipvalue": 0.03},
-    "use_ema": EMA,
-    "ema_overwrites": {**EMA, "ema_overwrite_frequency": 2},
-}
-DISTRIBUTED: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "sparse_as_dense": {"sparse_as_dense": True},
-    "num_groups": {"num_groups": 2},
-    "shard_state": {"shard_state": True},
-    "predivide": {"gradient_predivide_factor": 2.0},
-}
+# Of options of optimizers; those not here are true.
+VALUES = {"weight_decay": 0.02, "clipnorm": 0.1, "global_clipnorm": 0.2, "clipvalue": 0.03}
+VALUES |= {"num_groups": 2, "gradient_predivide_factor": 2.0}
 
 
 @keras.saving.register_keras_serializable("programs")
@@ -166,10 +152,16 @@ def _optimizer(spec: View, hvd: Any) -> Any:
     rate: Any = rate_of(spec)
     if spec.schedule:
         rate = keras.optimizers.schedules.ExponentialDecay(rate, 2, 0.8)
-    name, options = spec.optimizer, {**OPTIONS[spec.option], "name": "optimizer"}
+    name, options = spec.optimizer, {"name": "optimizer"}
+    if spec.option != "none":
+        option = "use_ema" if spec.option == "ema_overwrites" else spec.option
+        options[option] = VALUES.get(option, True)
+    if spec.option == "ema_overwrites":
+        options["ema_overwrite_frequency"] = 2
     if name == "Momentum":
         name, options = "SGD", {**options, "momentum": 0.8}
-    chosen = dict(DISTRIBUTED[spec.distributed])
+    of_hvd = spec.distributed
+    chosen = {} if of_hvd == "plain" else {of_hvd: VALUES.get(of_hvd, True)}
     if spec.backward_passes and hvd:
         chosen["backward_passes_per_step"] = spec.accumulation
         chosen["average_aggregated_gradients"] = True

@@ -1,9 +1,9 @@
 """Runs programs, one after the other, and writes down all that their user can see.
 
-    python -m tests.programs.program alone|ranks SPECS FOLDER
+    python -m tests.programs.program SPECS FOLDER alone|ranks|auto
 
 SPECS is a file with a JSON object of specs by name. What a program shows is written to
-FOLDER/NAME.RANK.npz; ``alone`` is one process without hvd_keras, whose rank is 0.
+FOLDER/NAME.RANK.npz. Only those of ``ranks`` use hvd_keras.
 """
 
 import contextlib
@@ -63,13 +63,12 @@ class Program:
 
             self.hvd = hvd_keras
 
-    def feed(self, kind: str) -> Feed:
-        return Feed(self.spec, kind, self.rank, self.size)
-
     def begin(self) -> None:
         """Makes all that a script makes."""
         self.model = self.new_model()
-        self.train, self.validation = self.feed("train"), self.feed("validation")
+        kinds = "train", "other", "validation"
+        of = self.spec, self.rank, self.size
+        self.train, self.other, self.validation = (Feed(kind, *of) for kind in kinds)
         self.given = self.train.fit()
 
     def run(self) -> None:
@@ -139,7 +138,7 @@ class Program:
 
     def evaluate_within(self, epoch: int, logs: Any) -> None:
         """Evaluates other rows, the same on all ranks, in fit."""
-        data = self.feed("other").data
+        data = self.other.data
         self.seen[f"{self.step} evaluated in epoch {epoch}"] = self.evaluated(*data[:2])
 
     def evaluated(self, *data: Any, **options: Any) -> Any:
@@ -193,7 +192,7 @@ class Program:
         self.fit(self.given, epochs=1)
 
     def then_fit_other(self) -> None:
-        self.fit(self.feed("other").fit(), epochs=1)
+        self.fit(self.other.fit(), epochs=1)
 
     def then_evaluate(self) -> None:
         """The ranks evaluate together."""
@@ -202,17 +201,17 @@ class Program:
             options["callbacks"] = [self.hvd.callbacks.MetricAverageCallback()]
         form = "padded" if self.spec.validation == "padded" else "sharded"
         spec = View({**self.spec.spec, "validation": form})
-        data = Feed(spec, "validation", self.rank, self.size).evaluation(form)
+        data = Feed("validation", spec, self.rank, self.size).evaluation(form)
         self.seen[f"{self.step} evaluated"] = self.evaluated(data, **options)
 
     def then_evaluate_all(self) -> None:
         """Each rank evaluates all rows."""
-        data = self.feed("other").data[:2]
+        data = self.other.data[:2]
         data = frames(self.spec, data) if self.spec.data == "frame" else data
         self.seen[f"{self.step} evaluated"] = self.evaluated(*data)
 
     def then_predict(self) -> None:
-        found = self.model.predict(self.feed("other").data[0], batch_size=5, verbose=0)
+        found = self.model.predict(self.other.data[0], batch_size=5, verbose=0)
         for number, part in enumerate(tf.nest.flatten(found)):
             self.seen[f"{self.step} predicted {number}"] = part
 
@@ -278,6 +277,7 @@ def numbers(path: pathlib.Path) -> dict[str, Any]:
 def run(spec: dict[str, Any], rank: int | None, size: int, noise: float = 0.0) -> dict[str, Any]:
     """What the user of a program sees; the program's folder is the current one."""
     keras.backend.clear_session()
+    gc.freeze()  # it has collected; what is left stays
     keras.utils.set_random_seed(1)
     program = Program(spec, rank, size, noise)
     try:
@@ -288,22 +288,19 @@ def run(spec: dict[str, Any], rank: int | None, size: int, noise: float = 0.0) -
     return program.seen
 
 
-def main(how: str, path: str, folder: str) -> None:
-    """Runs the programs of a file."""
+def main(path: str, folder: str, how: str) -> None:
     rank, size, meet = None, 1, lambda: None
     if how == "ranks":
         import hvd_keras as hvd
 
         hvd.init()
         rank, size, meet = hvd.rank(), hvd.size(), hvd.barrier
-    gc.freeze()  # clear_session collects: what was imported stays
     for name, spec in json.loads(pathlib.Path(path).read_text()).items():
         noise = spec.pop("noise", 0.0)
         where = pathlib.Path(folder, name)
-        if not rank:
-            where.mkdir(parents=True)
-        meet()
+        where.mkdir(parents=True, exist_ok=True)
         os.chdir(where)
+        meet()
         seen = run(spec, rank, size, noise)
         meet()  # the files are those of all ranks
         np.savez(f"{where}.{rank or 0}.npz", **{k.replace("/", "|"): v for k, v in seen.items()})
