@@ -115,7 +115,7 @@ def program_of_hvd(name: str, headers: Path, library: Path) -> Path:
 
 
 def command_of_hvd(name: str, headers: Path, library: Path, ranks: int) -> list[str]:
-    job = [sys.executable, "-m", "hvd_keras.hvdrun", "--oversubscribe", "--separate"]
+    job = [sys.executable, "-m", "hvd_keras.hvdrun", "--oversubscribe", "--no-init"]
     return [*job, "-np", str(ranks), str(program_of_hvd(name, headers, library))]
 
 

@@ -7,7 +7,7 @@ from hvd_keras.callbacks.base import Callback
 
 import hvd_keras as hvd
 from hvd_keras.gradients import model_ranks, specs
-from hvd_keras.hooks import fits, preprocessing, variables
+from hvd_keras.training import fit_state, preprocessing, variables
 
 
 class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
@@ -66,20 +66,22 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
         process_set.check_root(self.root_rank)
         states = variables.global_seed_states()
         variables.give_each_rank_its_own_randomness(states, process_set)
-        fit = fits.running(self.model)
+        fit = fit_state.running(self.model)
         if fit is not None and fit.restored:
             return
         if process_set.size() == 1:
             if variables.is_built(self.model):
-                variables.of_training(self.model)  # builds the optimizer, as on several ranks
+                variables.training_variables(
+                    self.model
+                )  # builds the optimizer, as on several ranks
             return
-        fits.check_built(self.model)
+        fit_state.check_built(self.model)
         layers = list(self.model._flatten_layers())
         preprocessing.check_equal_on_all_ranks(layers, process_set, self.root_rank)
         # Not the optimizer's variables: Keras's counters occur elsewhere in their names.
         described = map(specs.spec_of, model_ranks.without_local(self.model.variables))
         specs.check_specs("broadcast", list(described), process_set)
-        shared = model_ranks.without_local(variables.of_training(self.model))
+        shared = model_ranks.without_local(variables.training_variables(self.model))
         own = variables.average_accumulated(self.model, process_set)  # of an earlier fit
         shared = [v for v in shared if not any(v is other for other in own)]
         hvd.broadcast_variables(shared, self.root_rank, process_set)

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 from hvd_keras.callbacks.base import Callback
 
+from hvd_keras.data.sources import Passes
 from hvd_keras.gradients import model_ranks, shards
-from hvd_keras.hooks import preprocessing, resuming, variables
-from hvd_keras.hooks.fits import Fit, check_built, running
-from hvd_keras.hooks.positions import Positions
-from hvd_keras.rows.sources import Passes
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import Variable, innermost, is_legacy, replace_values
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
-from hvd_keras.saving import background, per_rank, storage
+from hvd_keras.saving import background, per_rank, resuming, storage
+from hvd_keras.saving.positions import Positions
+from hvd_keras.training import preprocessing, variables
+from hvd_keras.training.fit_state import Fit, check_built, running
 
 
 class Checkpoint(Callback):  # type: ignore[misc]
@@ -222,7 +222,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         return self._found
 
     def _restore(self, found: per_rank.Found) -> None:
-        own = variables.of_training(self.model)
+        own = variables.training_variables(self.model)
         same_ranks = found.metadata["ranks"] == self._hvd_process_set.size()
         self._refuse_what_does_not_fit(found, own, same_ranks)
         self._assign(found, own)
@@ -281,7 +281,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         if seeks:
             fit.looks_at_data = False  # the first batch is that after those skipped
         if batches:
-            own = variables.of_training(self.model)
+            own = variables.training_variables(self.model)
             self._resuming = resuming.Resuming(fit, own, batches, not seeks, metrics)
 
     def _take_over(self, found: per_rank.Found, fit: Fit) -> list[Any]:
@@ -370,7 +370,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         """Take the state as it is now; threads write it while training goes on."""
         self._writing.finish()  # no more than one copy of the state is held
         process_set = self._hvd_process_set
-        own = variables.of_training(self.model)
+        own = variables.training_variables(self.model)
         metrics = resuming.metric_variables(self.model) if batch else []
         fit = running(self.model)
         callbacks = fit.callbacks if fit else []
@@ -382,7 +382,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         # Most variables are equal, by construction: these are written from rank 0 alone.
         equal = self._compared_by_fit()
         everything = [*own, *metrics, *arrays]
-        differing = per_rank.of_each_rank(everything, values, equal, process_set)
+        differing = per_rank.gather_differing(everything, values, equal, process_set)
         random_state = per_rank.random_state()
         # 13 KB each, and mostly equal: then a hash of each travels, and one state is written.
         random_states = agree.gather_if_different(

@@ -6,8 +6,8 @@ from typing import Any
 
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras.hooks import metric_states
 from hvd_keras.runtime.keras import is_legacy, replaced
+from hvd_keras.training import metric_states
 
 # The model's method that gives what fit and evaluate log.
 _RESULT = "_validate_and_get_metrics_result" if is_legacy else "_get_metrics_result_or_logs"

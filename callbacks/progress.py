@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras.hooks import progress
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import is_legacy, keras
+from hvd_keras.training import progress
 
 
 class ProgressLogger(Callback, keras.callbacks.ProgbarLogger):  # type: ignore[misc]

@@ -4,8 +4,8 @@ from typing import Any
 
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras.hooks import fits
 from hvd_keras.runtime import agree
+from hvd_keras.training import fit_state
 
 
 class VerifyWeights(Callback):  # type: ignore[misc]
@@ -47,7 +47,7 @@ class VerifyWeights(Callback):  # type: ignore[misc]
         self._equal = "the beginning"
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        if fits.running(self.model) is not None:
+        if fit_state.running(self.model) is not None:
             gathered = agree.gather_json("VerifyWeights", self.every, self.process_set)
             if len(set(gathered)) > 1:
                 views = agree.by_rank(gathered, self.process_set)
@@ -67,18 +67,19 @@ class VerifyWeights(Callback):  # type: ignore[misc]
         self._verify()
 
     def _verify(self) -> None:
-        fit = fits.running(self.model)
+        fit = fit_state.running(self.model)
         if fit is None or fit.values is None:
             return
         now = f"batch {self._batches} of epoch {self._epoch + 1}"
         if different := fit.values.different("VerifyWeights compares"):
             what, odd = different
+            alone = fit.values.alone and f" (not all ranks have the same: {fit.values.alone})"
             raise RuntimeError(
                 f"VerifyWeights: after {now} the values of {what} differ, on "
                 f"{odd or 'ranks without a majority that tells which is wrong'}. They were equal "
                 f"after {self._equal}. Either memory or a processor there is faulty, or a "
-                "callback, train_step or layer assigns what depends on the rank, or a GPU adds the "
-                "rows of sparse gradients in any order (set sparse_as_dense=True). To go on, leave "
-                "out the host and restart from a checkpoint before this."
+                f"callback{alone}, train_step or layer assigns what depends on the rank, or a GPU "
+                "adds the rows of sparse gradients in any order (set sparse_as_dense=True). To go "
+                "on, leave out the host and restart from a checkpoint before this."
             )
         self._equal = now

@@ -101,7 +101,7 @@ def __getattr__(name: str) -> Any:
     settings.tell_hvdrun(mark=settings.ASKED_FOR)
     home = _HOMES[name]
     if settings.keras_backend() != "tensorflow":
-        rooms = importlib.import_module(f"hvd_keras.backends.{settings.keras_backend()}")
+        rooms = importlib.import_module(f"hvd_keras.{settings.keras_backend()}")
         home, name = rooms.home(home, name)
     try:
         module = importlib.import_module(home or f"hvd_keras.{name}")

@@ -6,17 +6,14 @@ from hvd_keras import data as data
 from hvd_keras import layers as layers
 from hvd_keras import ray as ray
 from hvd_keras import spark as spark
-from hvd_keras.automatic.start import auto as auto
-from hvd_keras.automatic.start import prepare as prepare
+from hvd_keras.auto.start import auto as auto
+from hvd_keras.auto.start import prepare as prepare
 from hvd_keras.compat.tensorflow_v1 import (
     BroadcastGlobalVariablesHook as BroadcastGlobalVariablesHook,
 )
 from hvd_keras.compat.tensorflow_v1 import broadcast_global_variables as broadcast_global_variables
 from hvd_keras.gradients.joining import join as join
 from hvd_keras.gradients.missing_calls import local_fit as local_fit
-from hvd_keras.hooks.broadcasting import broadcast_variables as broadcast_variables
-from hvd_keras.hooks.keras_classes import SyncBatchNormalization as SyncBatchNormalization
-from hvd_keras.hooks.preprocessing import broadcast_preprocessing as broadcast_preprocessing
 from hvd_keras.launch.run_function import run as run
 from hvd_keras.layers.model_files import load_model as load_model
 from hvd_keras.layers.model_files import save_model as save_model
@@ -45,6 +42,7 @@ from hvd_keras.optimizer import DistributedGradientTape as DistributedGradientTa
 from hvd_keras.optimizer import DistributedOptimizer as DistributedOptimizer
 from hvd_keras.optimizer import PartialDistributedGradientTape as PartialDistributedGradientTape
 from hvd_keras.optimizer import PartialDistributedOptimizer as PartialDistributedOptimizer
+from hvd_keras.patches.keras_classes import SyncBatchNormalization as SyncBatchNormalization
 from hvd_keras.runtime.gpu import ccl_built as ccl_built
 from hvd_keras.runtime.gpu import cuda_built as cuda_built
 from hvd_keras.runtime.gpu import ddl_built as ddl_built
@@ -79,6 +77,8 @@ from hvd_keras.runtime.reductions import Min as Min
 from hvd_keras.runtime.reductions import Product as Product
 from hvd_keras.runtime.reductions import ReduceOp as ReduceOp
 from hvd_keras.runtime.reductions import Sum as Sum
+from hvd_keras.training.broadcasting import broadcast_variables as broadcast_variables
+from hvd_keras.training.preprocessing import broadcast_preprocessing as broadcast_preprocessing
 
 __version__: str
 

@@ -97,7 +97,10 @@ def self_test(seconds: float = _SELF_TEST_SECONDS) -> int:
 
 def main(launcher: str = "") -> None:
     """Print the facts, what started the ranks and the result of the self-test, on rank 0."""
-    hvd.init()
+    try:
+        hvd.init()
+    except RuntimeError as error:  # such as too few GPUs
+        sys.exit(str(error))
     say = print if hvd.rank() == 0 else lambda *text: None
     found = {**facts(), "Launcher": launcher} if launcher else facts()
     for name, fact in found.items():

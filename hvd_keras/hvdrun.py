@@ -8,7 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
-from hvd_keras.automatic import launching
+from hvd_keras.auto import launching
 from hvd_keras.horovod import horovodrun
 from hvd_keras.launch import job_spec, options, plan, restarts
 from hvd_keras.launch.errors import UsageError, say

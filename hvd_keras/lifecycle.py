@@ -33,8 +33,8 @@ from hvd_keras.runtime.process_sets import (
     world_ranks_of,
 )
 
-#: What depends on Keras's backend; its interface is that of ``backends.tensorflow``.
-backend: Any = importlib.import_module(f"hvd_keras.backends.{settings.keras_backend()}")
+#: What depends on Keras's backend; its interface is that of ``patches.on_tensorflow``.
+backend: Any = importlib.import_module(settings.backend_module())
 
 # Seconds for which a failing rank waits until the others have received its error.
 _ERROR_SECONDS = 2.0
@@ -116,6 +116,8 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
     mpi_library.refuse_two()
     gpu.find_libraries()
     ranks, communicator = _members(comm)
+    if comm is None:
+        _refuse_lost_environment()
     settings.choose_transports(libraries.mpi_version())
     array = (ctypes.c_int * len(ranks))(*ranks)
     settings.tell_hvdrun(mark=settings.ARRIVED)
@@ -131,9 +133,9 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
         settings.tell_hvdrun(mark=settings.CHOSEN)
     rank_info.world_ranks = ranks if communicator is None else world_ranks_of(comm)
     _install_guards()
-    backend.pin(rank_info.local_rank(), rank_info.local_size())
     core.hvd_set_log(settings.LOG_LEVELS.index(settings.read().log_level))
     log.start(rank_info.rank())
+    backend.pin(rank_info.local_rank(), rank_info.local_size())
     log.logger.info(
         "local rank %d of %d, rank %d of %d; %s",
         *(rank_info.local_rank(), rank_info.local_size(), rank_info.rank(), rank_info.size()),
@@ -224,30 +226,30 @@ def _members(comm: Any) -> tuple[list[int], int | None]:
     return ranks, None
 
 
-def _refuse_lonely_world() -> None:
-    """Raise if a launcher started several processes, but each is alone in its MPI's world."""
-    if rank_info.size() > 1:
-        return
-    launcher, variable, count = settings.launched()
-    why = (
-        f"their MPI, {libraries.core().hvd_mpi_file().decode()}, is another one. Start the script "
-        "with hvdrun, which takes the mpirun of that MPI, or set HVD_MPI_LIBRARY to the library of "
-        "your launcher's MPI; with srun, pass --mpi=pmix for Open MPI and --mpi=pmi2 for MPICH. If "
-        f"this process is to train alone, unset {variable}."
-    )
-    if not variable:
-        launcher, count = "hvdrun", settings.launched_above()
-        why = (
-            "what hvdrun starts (env -i, sudo, a script) removes MPI's variables. Let it keep all "
-            "that begin with OMPI_, PMI, SLURM_ or HVD. If this process is to train alone, call "
+def _refuse_lost_environment() -> None:
+    """Raise if this process is one of several that cannot find each other; MPI may end it then."""
+    launcher, count = settings.launched_above()
+    if count > 1 and not settings.is_launched():
+        raise RuntimeError(
+            f"hvd.init: {launcher} started {count} processes, but what it starts (env -i, sudo, a "
+            "script) removes the variables by which they find each other. Let it keep all that "
+            "begin with OMPI_, PMI, SLURM_ or HVD. If this process is to train alone, call "
             "hvd.init(comm=[0])."
         )
-    if count == 1:
+
+
+def _refuse_lonely_world() -> None:
+    """Raise if a launcher started several processes, but each is alone in its MPI's world."""
+    launcher, _, count = settings.launched()
+    if rank_info.size() > 1 or count == 1:
         return
     _leave("it is alone in its MPI's world", _ERROR_SECONDS)
     raise RuntimeError(
         f"hvd.init: {launcher} started {count} processes, but each is alone in its MPI's world, "
-        f"because {why}"
+        f"because their MPI, {libraries.core().hvd_mpi_file().decode()}, is another one. Start the "
+        "script with hvdrun, which takes the mpirun of that MPI, or set HVD_MPI_LIBRARY to the "
+        "library of your launcher's MPI; with srun, pass --mpi=pmix for Open MPI and --mpi=pmi2 "
+        "for MPICH. If this process is to train alone, call hvd.init(comm=[0])."
     )
 
 

@@ -94,8 +94,14 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         )
     is_v1 = isinstance(optimizer, tf.compat.v1.train.Optimizer)
     options = agreement.ExchangeOptions(
-        *(op, compression, sparse_as_dense, device_dense, device_sparse),
-        *(gradient_predivide_factor, scale_local_gradients, process_set),
+        op=op,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        gradient_predivide_factor=gradient_predivide_factor,
+        scale_local_gradients=scale_local_gradients,
+        process_set=process_set,
     )
     # Compiled models with mixed_float16 have a LossScaleOptimizer; what updates is the one in it.
     # tf_keras has two such classes; this name stands for both.
@@ -270,8 +276,14 @@ class DistributedGradientTape:
             )
         self._tape = gradtape
         options = agreement.ExchangeOptions(
-            *(op, compression, sparse_as_dense, device_dense, device_sparse),
-            *(gradient_predivide_factor, scale_local_gradients, process_set),
+            op=op,
+            compression=compression,
+            sparse_as_dense=sparse_as_dense,
+            device_dense=device_dense,
+            device_sparse=device_sparse,
+            gradient_predivide_factor=gradient_predivide_factor,
+            scale_local_gradients=scale_local_gradients,
+            process_set=process_set,
         )
         self._reducer = _reducer(options, agreement.groups(num_groups, groups))
         self._local: list[Any] = []

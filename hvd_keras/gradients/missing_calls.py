@@ -19,7 +19,7 @@ from hvd_keras.runtime.keras import graph, is_eager, outside_graphs, unconverted
 from hvd_keras.runtime.process_sets import ProcessSet
 
 if TYPE_CHECKING:
-    from hvd_keras.hooks.values import Values
+    from hvd_keras.training.values import Values
 
 #: Whether ``fit`` is running.
 in_fit = contextvars.ContextVar("a fit is running", default=False)
@@ -260,19 +260,27 @@ def check_values(values: "Values", when: str) -> None:
     if any(variable in _told_alone for variable in values.variables):
         return
     size, (what, odd) = values.process_set.size(), different
-    if when == "begun":
+    if when == "begun" and not values.is_broadcast:
         text = (
             f"the {size} ranks began to train with different weights ({what}), so each of "
             f"them trains a different model. {_ADD_THE_CALLBACK}"
         )
     else:
+        how = (
+            f"differ after {values.steps} steps of fit, although they were equal after "
+            f"{values.equal_after}"
+        )
+        if when == "begun":
+            how = "differ before the first step, although BroadcastGlobalVariablesCallback is there"
+        a_callback = "A callback"
+        if values.alone:
+            a_callback = f"Not all ranks have the same callbacks ({values.alone}), or a callback"
         text = (
-            f"the {size} ranks' values of {what} differ after {values.steps} steps of fit, "
-            f"although they were equal after {values.equal_after}: the ranks train different "
-            "models. A callback, a train_step or a layer assigns values that depend on this rank's "
-            "data, logs or random numbers. Assign the same on all ranks: average with "
-            "hvd.allreduce what the values are computed from, or let one rank choose them with "
-            "hvd.broadcast."
+            f"the {size} ranks' values of {what} {how}: the ranks train different models. "
+            f"{a_callback}, a train_step or a layer assigns values that depend on this rank's "
+            "data, logs or random numbers. Assign the same on all ranks: pass the same callbacks, "
+            "average with hvd.allreduce what the values are computed from, or let one rank choose "
+            "them with hvd.broadcast."
         )
         if odd:
             text += (

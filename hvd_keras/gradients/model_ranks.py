@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from hvd_keras.gradients.reducer import GradientReducer
 
 
-def of_optimizer(optimizer: Any) -> "GradientReducer | None":
+def reducer_of(optimizer: Any) -> "GradientReducer | None":
     """The reducer of a distributed optimizer, also inside a LossScaleOptimizer; else None."""
     return getattr(innermost(optimizer), "_hvd_reducer", None)
 
 
 def is_sharded(optimizer: Any) -> bool:
     """Whether each rank has a share of an optimizer's state (``shard_state=True``)."""
-    reducer = of_optimizer(optimizer)
+    reducer = reducer_of(optimizer)
     return reducer is not None and reducer.is_sharded
 
 
@@ -54,7 +54,7 @@ def optimizers_of(model: Any) -> list[Any]:
 
 def reducers_of(model: Any) -> "list[GradientReducer]":
     """Return the reducers of a model's distributed optimizers."""
-    reducers = map(of_optimizer, optimizers_of(model))
+    reducers = map(reducer_of, optimizers_of(model))
     return list({id(r): r for r in reducers if r is not None}.values())
 
 

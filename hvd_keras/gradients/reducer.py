@@ -29,8 +29,8 @@ from hvd_keras.gradients.specs import (
     VariableSpec,
     check_described,
     check_specs,
+    describe_optimizer,
     next_name,
-    of_optimizer,
     spec_of,
 )
 from hvd_keras.runtime import agree, log, rank_info, settings
@@ -130,7 +130,7 @@ class GradientReducer:
         if specs is None:  # some small allgathers, once for each list of variables
             specs = check_specs(self.name, mine, self.process_set)
             optimizer = getattr(self, "optimizer", None)
-            described = {} if optimizer is None else of_optimizer(optimizer)
+            described = {} if optimizer is None else describe_optimizer(optimizer)
             check_described(f"{self.name}.options", described, self.process_set)
             of_ranks = agree.gather_json(f"{self.name}.local", bool(self.local), self.process_set)
             self.has_local = any(of_ranks)

@@ -156,7 +156,7 @@ def next_name(process_set: ProcessSet) -> str:
     return f"optimizer {next(_numbers[process_set.id()])}"
 
 
-def of_optimizer(optimizer: Any) -> Description:
+def describe_optimizer(optimizer: Any) -> Description:
     """Describe an optimizer: its class and configuration, without a plain learning rate."""
     # A plain learning rate is a variable; it is broadcast, and compared later.
     name = type(optimizer).__name__
@@ -177,12 +177,12 @@ _LOCAL = " of one rank"
 
 
 @outside_graphs()  # type: ignore[untyped-decorator]
-def of_training(model: Any) -> Description:
+def describe_model(model: Any) -> Description:
     """Describe what a step of ``fit`` depends on: optimizers, loss, options and layers."""
     found: Description = {}
     for i, optimizer in enumerate(model_ranks.optimizers_of(model)):
         prefix = f"{i + 1}. " if i else ""
-        found |= {prefix + key: value for key, value in of_optimizer(optimizer).items()}
+        found |= {prefix + key: value for key, value in describe_optimizer(optimizer).items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a lambda is unsafe to save
         try:

@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.hooks.broadcasting import broadcast_variables as _broadcast_variables
 from hvd_keras.ops import validate
 from hvd_keras.runtime import objects
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.runtime.reductions import chosen
+from hvd_keras.training.broadcasting import broadcast_variables as _broadcast_variables
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

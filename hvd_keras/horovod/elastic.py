@@ -17,11 +17,11 @@ import tensorflow as tf
 
 from hvd_keras.compat import tensorflow_v1
 from hvd_keras.gradients import model_ranks
-from hvd_keras.hooks.broadcasting import broadcast_variables
-from hvd_keras.hooks.variables import of_training
 from hvd_keras.runtime import agree, log, objects, rank_info, settings
 from hvd_keras.runtime.keras import keras
 from hvd_keras.saving import storage
+from hvd_keras.training.broadcasting import broadcast_variables
+from hvd_keras.training.variables import training_variables
 
 _Result = TypeVar("_Result")
 
@@ -212,7 +212,7 @@ class TensorFlowKerasState(TensorFlowState):
             )
         self.model = model
         self.optimizer = optimizer or getattr(model, "optimizer", None)
-        found = of_training(model)
+        found = training_variables(model)
         if optimizer is not None and optimizer is not getattr(model, "optimizer", None):
             if hasattr(optimizer, "build") and not getattr(optimizer, "built", False):
                 optimizer.build(model.trainable_variables)

@@ -129,7 +129,7 @@ def _complete(given: argparse.Namespace, environment: Mapping[str, str]) -> None
     if not given.horovod:
         return
     given.settings = settings(environment) | given.settings
-    given.uses_hvd_keras = given.may_share_cores = True
+    given.may_share_cores = True
     is_elastic = given.min_np is not None or given.host_discovery_script is not None
     if is_elastic and given.max_restarts is None:
         given.max_restarts = _ELASTIC_RESTARTS

@@ -124,8 +124,10 @@ callbacks.BroadcastGlobalVariablesCallback  @training
     `device`
 callbacks.MetricAverageCallback  @training
     no `device`; exact, also for AUC, Precision or unequal batch counts | =, with `device`
-callbacks.LearningRateWarmupCallback callbacks.LearningRateScheduleCallback  @/callbacks
+callbacks.LearningRateWarmupCallback  @/callbacks
     momentum correction scales the buffers, which also works in compiled steps
+callbacks.LearningRateScheduleCallback  @training
+    likewise; a number as `multiplier` holds | =, but decays: `multiplier ** (epoch - start_epoch)`
 callbacks.BestModelCheckpoint  renamed @training
     `callbacks.ModelCheckpoint(path, monitor=…, save_best_only=True)` | set its `filepath`, as
     Spark estimators do, before `fit`

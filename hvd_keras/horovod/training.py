@@ -37,7 +37,7 @@ def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # n
         optimizer = type(optimizer).from_config(optimizer.get_config())
     if not is_outside(given.get("process_set", global_process_set)):
         optimizer = distributed.DistributedOptimizer(optimizer, *args, **kwargs)
-        if reducer := model_ranks.of_optimizer(optimizer):
+        if reducer := model_ranks.reducer_of(optimizer):
             reducer.averages_rows = False  # a mean of means, as Horovod's
         return optimizer
     optimizer.register_local_var = lambda variable: None  # all are local
@@ -124,6 +124,29 @@ class MetricAverageCallback(callbacks.MetricAverageCallback):  # type: ignore[mi
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
+
+
+class LearningRateScheduleCallback(callbacks.LearningRateScheduleCallback):  # type: ignore[misc]
+    """``hvd_keras.callbacks.LearningRateScheduleCallback``, where a number decays.
+
+    Args:
+        multiplier: a function of the epoch, or a number that is raised to the epochs since
+            ``start_epoch``, as in Horovod's code; its documentation says that it holds.
+        others: as in ``hvd_keras.callbacks``.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        *args: Any,
+        **others: Any,
+    ) -> None:
+        number = multiplier
+        if not callable(number):
+            multiplier = lambda epoch: number ** (epoch - start_epoch)  # noqa: E731
+        super().__init__(initial_lr, multiplier, start_epoch, *args, **others)
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]

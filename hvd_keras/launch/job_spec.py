@@ -120,4 +120,10 @@ def _this_host(given: argparse.Namespace, wanted: list[Host] | None) -> Host:
                 f"{there}, or --oversubscribe to let ranks share cores, which is slow"
             )
         say(f"{size} ranks share {there} cores, which is slow")
+    if 0 < usable_gpus(os.environ) < size and not os.environ.keys() & _SHARING:
+        given.settings["HVD_GPU_OPERATIONS"] = "MPI"  # the ranks warn, if they use a GPU
     return Host("localhost", size)
+
+
+# By which the user says whether and how ranks share a GPU.
+_SHARING = {"HVD_GPU_OPERATIONS", "NCCL_MULTI_RANK_GPU_ENABLE"}

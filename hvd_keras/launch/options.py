@@ -171,8 +171,8 @@ restarts and the end
 programs
 --strict: turn hvd_keras's warnings about ranks that train separate models into errors; sets
     HVD_STRICT=1 for the ranks (default: off)
---separate: allow that ranks of a program that uses hvd_keras end without having completed
-    hvd.init() (default: off: exit status 1)
+--no-init: allow ranks that end without having completed hvd.init(), as those of a command that does
+    not use hvd_keras (default: off: exit status 1, unless there is one rank)
 
 MPI
 --mpirun PATH: the mpirun to use (default: srun in a SLURM allocation, else that of the build, else
@@ -214,9 +214,8 @@ _TYPES: dict[str, Callable[[str, str], Any]] = {
 }
 _DEFAULTS = {
     **{"prefix": True, "remote_shell": [], "env": [], "mpi_args": [], "settings": []},
-    # For extensions: whether the program is known to use hvd_keras, and whether more ranks than
-    # cores on this host are worth a word, no error.
-    **{"uses_hvd_keras": False, "may_share_cores": False},
+    # For extensions: whether more ranks than cores on this host are worth a word, no error.
+    "may_share_cores": False,
     **{"wait_for_hosts": 0, "start_timeout": 120, "restart_timeout": 600, "stop_timeout": 20},
 }
 

@@ -81,14 +81,25 @@ async def _run(spec: JobSpec, signals: Signals, output: Output) -> Verdict:
         await _sweep_lost(spec.remains, signals, 0.0)
     if verdict.status != 0 and commits.exists():
         say(f"to continue from the last commit, start the job again with HVD_COMMITS={commits}")
-    # Programs that do not use hvd_keras never call hvd.init().
-    if verdict.apart and not given.separate and (verdict.asked or given.uses_hvd_keras):
+    if not verdict.apart or given.no_init:
+        return verdict
+    if verdict.asked:
         say(
             f"{verdict.apart}. Call hvd.init() first, on every rank, and end if it fails; or use "
-            "--separate if it is intended"
+            "--no-init if it is intended"
         )
-        return dataclasses.replace(verdict, status=verdict.status or 1)
-    return verdict
+    elif verdict.status == 0 and given.call is None:  # a function has the ranks' environment
+        say(f"{verdict.apart}. {_LOST}")
+    else:
+        return verdict
+    return dataclasses.replace(verdict, status=verdict.status or 1)
+
+
+_LOST = (
+    "If they use hvd_keras: docker run, sudo, systemd-run and env -i remove hvdrun's environment. "
+    "Start hvdrun inside (`docker run IMAGE hvdrun -np 2 train.py`), or pass on $TMPDIR and all "
+    "variables that begin with HVD, OMPI_, PMI or SLURM_. If not: add --no-init"
+)
 
 
 async def _sweep_lost(remains: Remains, signals: Signals, timeout: float) -> None:

@@ -3,7 +3,7 @@
 import pathlib
 import sys
 
-from hvd_keras.runtime import libraries, settings
+from hvd_keras.runtime import libraries, log, settings
 
 
 def find_libraries() -> None:
@@ -54,13 +54,20 @@ def choose(gpus: int, local_rank: int, local_size: int, chosen: settings.Setting
     """Return the index of a process's GPU among the ``gpus`` that it sees, at least 1."""
     if gpus >= local_size:
         return local_rank
+    count = f"{gpus} GPU{'s' * (gpus > 1)}"
+    if chosen.gpus_shared:
+        if local_rank == 0:
+            log.warn_once(
+                f"{local_size} processes share {count}, which tests a script but does not speed it "
+                "up. To train on CPUs, set CUDA_VISIBLE_DEVICES=-1."
+            )
+        return local_rank % gpus
     if gpus == 1 and chosen.some_gpus_hidden:
         return 0  # each process sees its own; otherwise NCCL's first use is an error
-    if chosen.gpus_shared:
-        return local_rank % gpus
     raise RuntimeError(
-        f"hvd.init: this host has {gpus} GPUs for {local_size} processes. Start one process per "
-        "GPU (hvdrun -np). To share GPUs, set HVD_GPU_OPERATIONS=MPI: collectives then go through "
+        f"hvd.init: this host has {count} for {local_size} processes, and two cannot share one by "
+        f"default. Start one process per GPU (hvdrun -np {gpus}), or set CUDA_VISIBLE_DEVICES=-1 "
+        "to train on CPUs. To share GPUs, set HVD_GPU_OPERATIONS=MPI: collectives then go through "
         "the host's memory; or, with NCCL 2.30 or later, NCCL_MULTI_RANK_GPU_ENABLE=1."
     )
 

@@ -121,7 +121,7 @@ PyDataset = keras.utils.Sequence if is_legacy else keras.utils.PyDataset
 # variables are no keras.Variable, but of its base.
 Variable = () if is_legacy else keras.Variable.__bases__[0]
 
-# Those whose private attributes are known, see hooks/patches.py. The newest that an older Python
+# Those whose private attributes are known, see patches/registry.py. The newest that an older Python
 # can install is among them.
 KERAS_VERSIONS = "keras>=3.6,<3.16"
 

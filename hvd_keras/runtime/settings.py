@@ -120,6 +120,12 @@ def mpi4py_library() -> str:
 
 
 @functools.cache
+def backend_module() -> str:
+    """Return the module that has what depends on Keras's backend."""
+    backend = keras_backend()
+    return "hvd_keras.patches.on_tensorflow" if backend == "tensorflow" else f"hvd_keras.{backend}"
+
+
 def keras_backend() -> str:
     """Return the backend that Keras has chosen, or will choose when it is imported.
 
@@ -173,10 +179,14 @@ def launched(environment: Mapping[str, str] = os.environ) -> tuple[str, str, int
     return "", "", 1
 
 
-def launched_above() -> int:
-    """Return of how many ranks hvdrun has started this process as one, whatever its environment.
+# Programs that start the ranks of a host. (That of srun also starts batch scripts.)
+_STARTERS = {"mpirun", "orterun", "prterun", "orted", "prted", "hydra_pmi_proxy"}
 
-    1 if hvdrun has not, or a process that uses hvd_keras is between: that one is the rank.
+
+def launched_above() -> tuple[str, int]:
+    """Return what has started this process as one of how many ranks, whatever its environment.
+
+    "" and 1 if nothing has, or a process that uses hvd_keras is between: that one is the rank.
     """
     process = os.getppid()
     with contextlib.suppress(OSError):  # another user's process, or no Linux
@@ -185,9 +195,12 @@ def launched_above() -> int:
             if b"/libhvd_core.so" in (folder / "maps").read_bytes():
                 break  # the rank
             if "HVDRUN_SECRET" in (found := _first_environment(folder)):  # hvdrun's worker
-                return launched(found)[2]
+                return "hvdrun", launched(found)[2]
+            if (folder / "comm").read_text().strip() in _STARTERS:
+                tasks = (folder / "task").glob("*/children")
+                return "mpirun", sum(len(task.read_text().split()) for task in tasks)
             process = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-    return 1
+    return "", 1
 
 
 def _first_environment(folder: pathlib.Path) -> dict[str, str]:

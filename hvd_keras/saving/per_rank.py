@@ -280,7 +280,7 @@ def to_all_ranks(shape: Sequence[int], of_dtype: Any, value: Any, process_set: P
     return received
 
 
-def of_each_rank(
+def gather_differing(
     own: list[Any], values: list[Any], equal: Container[int], process_set: ProcessSet
 ) -> dict[int, Any]:
     """Return the values of all ranks, stacked, by index, for variables that differ by rank.

@@ -4,7 +4,7 @@ import bisect
 import itertools
 from typing import Any
 
-from hvd_keras.rows.parquet import array_of
+from hvd_keras.data.parquet import array_of
 from hvd_keras.runtime.keras import keras
 
 

@@ -40,10 +40,10 @@ class Rows:
             ValueError: (on all ranks) the folder cannot be read, or a column has nulls, rows of
                 different lengths, or a type that is neither number, string nor array of numbers.
         """
-        from hvd_keras import data
+        from hvd_keras.data.tensorflow import sharding
         from hvd_keras.spark.parquet import Batches
 
-        return data.shard(Batches(self.path, self.columns, self.batch_size), **options)
+        return sharding.shard(Batches(self.path, self.columns, self.batch_size), **options)
 
 
 def shard(df: Any, columns: Any, batch_size: int, *, path: str, seed: int | None = 0) -> Rows:

@@ -33,7 +33,7 @@ def api(hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 def run(hosts: Hosts, folder: Path, text: str, *options: str):
     script = folder / "script.py"
     script.write_text(SCRIPT + text)
-    words = [*REACH, *options, sys.executable, str(script)]
+    words = ["--no-init", *REACH, *options, sys.executable, str(script)]
     return cluster.run(hosts[0], *words, folder=folder)
 
 

@@ -44,7 +44,16 @@ def test_a_job_on_three_hosts(hosts: Hosts, tmp_path: Path) -> None:
         print("x" * 300_000)
         """
     arguments = ["a b", "it's", 'say "x"', "", "$HOME", "*", ":", "-np", "new\nline", "ü;true"]
-    options = ["-H", "server2:1,server3:2", "--env", "MINE", "--output-dir", "out", "--verbose"]
+    options = [
+        "--no-init",
+        "-H",
+        "server2:1,server3:2",
+        "--env",
+        "MINE",
+        "--output-dir",
+        "out",
+        "--verbose",
+    ]
     text = tmp_path / "text"
     text.write_text("some\ntext" * 20_000)
     with text.open() as stdin:
@@ -126,7 +135,8 @@ def test_ranks_that_end_at_different_times(hosts: Hosts, tmp_path: Path) -> None
     """A worker whose report hvdrun has read does not end the others."""
     command = script(tmp_path, "time.sleep(0.01 * rank if rank else 1.5)")
     slots = "server1:1,server2:4,server3:4"
-    done = cluster.run(hosts[0], "--oversubscribe", "-H", slots, *command, folder=tmp_path)
+    options = ["--no-init", "--oversubscribe", "-H", slots]
+    done = cluster.run(hosts[0], *options, *command, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     clean(hosts)
 
@@ -192,9 +202,8 @@ def test_hvdrun_retries_a_host_that_it_cannot_reach_at_the_end(
         while not os.path.exists("go"):
             time.sleep(0.1)
         """
-    with cluster.started(
-        hosts, "-H", "server1:1,server2:1", *script(tmp_path, code), folder=tmp_path
-    ) as job:
+    command = ["--no-init", "-H", "server1:1,server2:1", *script(tmp_path, code)]
+    with cluster.started(hosts, *command, folder=tmp_path) as job:
         job.wait_for("ready", 2)
         hosts[1].refuse(22)
         (tmp_path / "go").touch()

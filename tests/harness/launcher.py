@@ -49,6 +49,7 @@ class Launcher:
         self.environment = {k: v for k, v in os.environ.items() if k not in THREAD_VARIABLES}
         self.environment["TMPDIR"] = str(self.temporary)
         self.watchdogs: list[threading.Timer] = []
+        self.options = ["--no-init"]  # most scripts need no hvd_keras
 
     def script(self, text: str, name: str = "script.py") -> str:
         path = self.folder / name
@@ -56,7 +57,7 @@ class Launcher:
         return str(path)
 
     def command(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", "hvd_keras.hvdrun", *arguments]
+        return [sys.executable, "-m", "hvd_keras.hvdrun", *self.options, *arguments]
 
     def run(self, *arguments: str, **options) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

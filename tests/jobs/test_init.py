@@ -168,6 +168,26 @@ def test_another_backend_of_keras_is_named() -> None:
     assert "hvd_keras needs the TensorFlow or PyTorch backend of Keras, and jax is" in job.stderr
 
 
+ONE_GPU = """
+    import tensorflow as tf
+    tf.config.list_physical_devices = tf.config.get_visible_devices = lambda kind: ["GPU 0"]
+    tf.config.set_visible_devices = tf.config.experimental.set_memory_growth = lambda *_: None
+    import hvd_keras as hvd
+    hvd.init()
+    hvd.barrier()
+"""
+
+
+def test_ranks_share_a_gpu_if_hvdrun_or_the_user_lets_them(hvdrun) -> None:
+    hvdrun.environment["CUDA_VISIBLE_DEVICES"] = ""
+    job = hvdrun.python(2, ONE_GPU, env={**hvdrun.environment, "HVD_GPU_OPERATIONS": "MPI"})
+    assert job.returncode == 0, job.stderr
+    assert job.stderr.count("WARNING rank 0: 2 processes share 1 GPU, which tests a") == 1
+    job = hvdrun.python(2, ONE_GPU)
+    assert job.returncode == 1
+    assert "hvd.init: this host has 1 GPU for 2 processes, and two cannot share one" in job.stderr
+
+
 # Its child is outside of the job: it has no variable of hvdrun or MPI.
 ALONE = """\
 import os, subprocess, sys
@@ -200,4 +220,32 @@ def test_ranks_without_their_environment_do_not_train_apart(hvdrun, size, wrappe
     job = hvdrun.run("-np", str(size), "--oversubscribe", *command)
     assert "".join(sorted(job.stdout.splitlines(keepends=True))) == told, job.stderr
     assert (job.returncode == 0) == bool(told), job.stderr
-    assert told or "because what hvdrun starts (env -i, sudo, a script) removes" in job.stderr
+    assert told or "hvdrun started 2 processes, but what it starts (env -i, sudo" in job.stderr
+
+
+def test_ranks_in_separate_containers_are_a_failure(hvdrun) -> None:
+    """They see neither hvdrun's environment nor its processes, as under docker run."""
+    container = ["unshare", "--user", "--map-root-user", "--fork", "--pid", "--mount-proc"]
+    if subprocess.run([*container, "true"]).returncode:
+        pytest.skip("needs the right to make namespaces")
+    script = hvdrun.folder / "script.py"
+    script.write_text(ALONE)
+    hvdrun.options = ["-np", "2", "--oversubscribe"]
+    command = [*container, *EMPTY.split(), sys.executable, str(script)]
+    job = hvdrun.run(*command)
+    assert sorted(job.stdout.splitlines()) == ["[0] size 1", "[1] size 1"], job.stderr
+    assert job.returncode == 1
+    assert "hvdrun: saw no rank complete hvd.init()" in job.stderr
+    assert "docker run, sudo, systemd-run and env -i remove hvdrun's environment" in job.stderr
+    assert hvdrun.run("--no-init", *command).returncode == 0
+
+
+def test_ranks_of_mpirun_without_their_environment_are_told_what_has_happened() -> None:
+    """Without HOME, Open MPI would end them without a word about it."""
+    command = [sys.executable, "-c", "import hvd_keras as hvd; hvd.init(); print('alone')"]
+    job = ranks.mpirun(2, "env", "-i", *command)
+    assert job.status != 0, job.output
+    assert "RuntimeError: hvd.init: mpirun started 2 processes, but what it starts" in job.output
+    assert "alone\n" not in job.output
+    job = ranks.mpirun(1, *EMPTY.split(), *command)
+    assert job.status == 0, job.output

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import hvd_keras as hvd
-from hvd_keras.hooks import metric_states
 from hvd_keras.runtime import agree
+from hvd_keras.training import metric_states
 from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()

@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras.hooks import values
 from hvd_keras.runtime import log, settings
+from hvd_keras.training import values
 from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -74,6 +74,26 @@ def test_weights_set_on_one_rank_between_two_fits(told) -> None:
     assert "began to train with different weights" in text
     assert "kernel" in text
     assert "BroadcastGlobalVariablesCallback(0)" in text
+
+
+class Shrink(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None) -> None:
+        self.model.set_weights([0.9 * weight for weight in self.model.get_weights()])
+
+
+SCHEDULE = keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 / (epoch + 1))
+
+
+@pytest.mark.parametrize(
+    ("callback", "place"), [(SCHEDULE, "before the first step"), (Shrink(), "after ")]
+)
+def test_callbacks_of_one_rank_are_named_if_values_differ(told, callback, place) -> None:
+    """And none is advised that is there."""
+    text = told(lambda: fit(compiled(), *[callback] * (RANK == 0), epochs=2))
+    assert f"differ {place}" in text
+    name = type(callback).__name__
+    assert f"Not all ranks have the same callbacks (rank 0: {name}), or a callback" in text
+    assert "Add hvd.callbacks.BroadcastGlobalVariablesCallback" not in text
 
 
 def test_fit_ends_together_after_a_warning_about_a_difference(monkeypatch, directory) -> None:

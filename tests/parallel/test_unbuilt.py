@@ -8,8 +8,9 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras.hooks import patches, variables
+from hvd_keras.patches import registry
 from hvd_keras.runtime.keras import require
+from hvd_keras.training import variables
 from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -315,7 +316,7 @@ def test_a_second_fit_traces_nothing_anew() -> None:
 def test_the_documentation_lists_every_patch() -> None:
     text = (pathlib.Path(__file__).parents[2] / "docs" / "design.md").read_text()
     table = [line for line in text.splitlines() if line.startswith("| `")]
-    for owner, attribute, *_ in patches._rows():
+    for owner, attribute, *_ in registry._rows():
         name = owner.__name__.rpartition(".")[2]
         own = [line for line in table if f"`{name}`" in line]
         assert any(f"`{attribute}`" in line for line in own), (owner, attribute)
@@ -323,7 +324,7 @@ def test_the_documentation_lists_every_patch() -> None:
 
 def test_keras_is_patched_once() -> None:
     patched = keras.Model.fit
-    patches.install()
+    registry.install()
     assert keras.Model.fit is patched
     with pytest.raises(RuntimeError, match=r"needs Model.no_such_method to test(.|\n)*pip install"):
         require(keras.Model, "no_such_method", "to test")

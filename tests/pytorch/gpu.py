@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import hvd_keras as hvd
-from hvd_keras.backends.torch.collectives import Exchange
+from hvd_keras.torch.collectives import Exchange
 
 FAKE = ctypes.CDLL(os.environ["HVD_CUDART_LIBRARY"])
 FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)

@@ -287,7 +287,7 @@ def test_buckets_travel_during_backward_with_the_same_bits(hvdrun) -> None:
         import os, pathlib, sys
         os.environ["HVD_BUCKET_BYTES"] = "4096"
         import hvd_keras as hvd, keras, numpy as np, torch
-        from hvd_keras.backends.torch import optimizer as ours
+        from hvd_keras.torch import optimizer as ours
         hvd.init()
         x = np.random.default_rng(hvd.rank()).normal(size=(64, 40)).astype("float32")
         plain, ahead = ours.Ahead, []

@@ -66,7 +66,7 @@ STEPS = [
     ),
     Step("hvd_keras/ops/shift.py", "", (HERE / "shift.py").read_text()),
     Step(
-        "hvd_keras/ops/gradients.py",
+        "hvd_keras/ops/derivatives.py",
         '    return process_sets.of_id(op.get_attr("process_set"))',
         '''
 

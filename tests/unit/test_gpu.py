@@ -10,6 +10,8 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.framework import kernels
 
+from hvd_keras.hvdrun import EXTENSIONS
+from hvd_keras.launch import job_spec, options
 from hvd_keras.runtime import gpu, libraries
 from hvd_keras.runtime.settings import Settings
 
@@ -26,8 +28,25 @@ def test_a_process_that_sees_only_its_own_gets_that() -> None:
 def test_fewer_gpus_than_processes() -> None:
     with pytest.raises(RuntimeError, match=r"has 2 GPUs for 3 processes.*HVD_GPU_OPERATIONS=MPI"):
         gpu.choose(2, 0, 3, Settings())
+    one = r"has 1 GPU for 2 processes.*\(hvdrun -np 1\), or set CUDA_VISIBLE_DEVICES=-1 to"
+    with pytest.raises(RuntimeError, match=one):
+        gpu.choose(1, 1, 2, Settings())
     shared = Settings(gpus_shared=True)
     assert [gpu.choose(2, rank, 3, shared) for rank in range(3)] == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "chosen", "expected"),
+    [(1, {}, "MPI"), (2, {}, None), (0, {}, None), (1, {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, None)],
+)
+def test_more_ranks_than_gpus_share_them(monkeypatch, gpus, chosen, expected) -> None:
+    """Of this host; in all other cases `hvd.init` refuses it."""
+    monkeypatch.setattr(job_spec, "usable_gpus", lambda environment: gpus)
+    monkeypatch.delenv("HVD_GPU_OPERATIONS", raising=False)
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
+    given = options.parse(["-np", "2", "--oversubscribe", "true"], EXTENSIONS)
+    assert job_spec.build(given).options.settings.get("HVD_GPU_OPERATIONS") == expected
 
 
 def test_missing_and_broken_gpu_libraries_are_named(tmp_path: pathlib.Path) -> None:

@@ -205,8 +205,8 @@ def describe_apart(reports: Collection[Report]) -> str:
         return ""
     if len(apart) == len(reports):
         return (
-            "no rank has completed hvd.init(), so these were separate runs, which trained separate "
-            "models and overwrote each other's files if they wrote any"
+            "saw no rank complete hvd.init(), so these were separate runs: they trained separate "
+            "models and overwrote each other's files, if they trained and wrote any"
         )
     have, it = ("have", "they") if apart[1:] else ("has", "it")
     return (

@@ -222,6 +222,33 @@ def test_padded_job_trains_like_one_process(kind: str, rest: int, weighted: bool
     training.assert_bit_identical_on_all_ranks(together)
 
 
+@pytest.mark.parametrize("labels", ["numbers", "column", "one-hot", "sequences"])
+def test_class_weights_multiply_those_of_padded_rows(labels: str) -> None:
+    x, *_ = samples(2 * TOGETHER + 1)
+    y = np.arange(len(x)) % 3
+    if labels == "sequences":
+        x, y = np.stack([x, 2 * x], 1), np.stack([y, y[::-1]], 1)[..., np.newaxis]
+    y = {"column": y[:, np.newaxis], "one-hot": np.eye(3)[y.ravel() % 3]}.get(labels, y)
+    loss = f"{'' if labels == 'one-hot' else 'sparse_'}categorical_crossentropy"
+
+    def model(optimizer) -> keras.Model:
+        ones = {"kernel_initializer": "ones", "activation": "softmax"}
+        made = keras.Sequential([keras.Input(x.shape[1:]), keras.layers.Dense(3, **ones)])
+        made.compile(optimizer, loss=loss)
+        return made
+
+    alone, together = model(momentum()), model(hvd.DistributedOptimizer(momentum()))
+    weights = {"class_weight": {0: 0.5, 2: 4.0}, "epochs": 2, "verbose": 0}
+    alone.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(TOGETHER), **weights)
+    rows = data.shard((x, y), batch_size=BATCH, shuffle=False, uneven="pad")
+    together.fit(rows, callbacks=[hvd.callbacks.MetricAverageCallback()], **weights)
+    np.testing.assert_allclose(training.flat(together), training.flat(alone), rtol=1e-4, atol=1e-5)
+
+    own = data.shard((x, y, np.ones(len(x))), batch_size=BATCH, shuffle=False, uneven="pad")
+    with pytest.raises(ValueError, match=r"class_weight.*sample_weight"):
+        together.fit(own, **weights)
+
+
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_shared_last_step_trains_like_the_short_batch_of_one_process(kind: str) -> None:

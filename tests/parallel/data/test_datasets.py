@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from hvd_keras import data
-from hvd_keras.data import datasets
+from hvd_keras.data.tensorflow import datasets
 from hvd_keras.runtime import agree, log
 from tests.harness import training
 from tests.harness.shards import (

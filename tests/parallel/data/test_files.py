@@ -12,9 +12,9 @@ from pyarrow import parquet
 
 import hvd_keras as hvd
 from hvd_keras import data
-from hvd_keras.data import arrays, records
-from hvd_keras.rows import Order
-from hvd_keras.rows import files as of_files
+from hvd_keras.data import row_files as of_files
+from hvd_keras.data.split import Order
+from hvd_keras.data.tensorflow import arrays, records
 from hvd_keras.runtime import agree
 from tests.harness.shards import BATCH, RANK, SIZE, TOGETHER, error_of, job_pass, of_all, rows_of
 

@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras.hooks import preprocessing
 from hvd_keras.runtime import agree
+from hvd_keras.training import preprocessing
 from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()

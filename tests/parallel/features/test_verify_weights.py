@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import hvd_keras as hvd
-from hvd_keras.hooks import values, variables
+from hvd_keras.training import values, variables
 
 RANK, SIZE = hvd.rank(), hvd.size()
 HOST = os.uname().nodename
@@ -123,6 +123,24 @@ def test_a_restart_goes_on_from_verified_weights(directory) -> None:
     train(again, *callbacks())
     for one, other in zip(again.trainable_variables, undisturbed.trainable_variables, strict=True):
         assert np.array(one).tobytes() == np.array(other).tobytes()
+
+
+def test_gradients_that_a_rank_has_accumulated_are_its_own() -> None:
+    """Also those of a scalar, at the end of a fit and in the next one."""
+
+    class Scale(keras.layers.Layer):
+        def build(self, shape) -> None:
+            self.scale = self.add_weight((), "ones", name="scale")
+
+        def call(self, x):
+            return x * self.scale
+
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1), Scale()])
+    optimizer = keras.optimizers.SGD(0.01, gradient_accumulation_steps=STEPS * EPOCHS - 1)
+    model.compile(hvd.DistributedOptimizer(optimizer), "mse")
+    train(model, hvd.callbacks.VerifyWeights(1))
+    (sums,) = (v for v in optimizer.variables if "scale_gradient_accumulator" in v.path)
+    assert len(set(hvd.allgather_object(float(sums)))) == SIZE
 
 
 def test_wrong_arguments() -> None:

@@ -290,6 +290,25 @@ def test_local_variables_keep_their_values() -> None:
         np.testing.assert_array_equal(variable, np.full(variable.shape, expected))
 
 
+@pytest.mark.parametrize(
+    ("module", "start", "expected"),
+    [
+        (horovod.keras, 0, [0.8, 0.4, 0.2, 0.1]),
+        (horovod.tensorflow.keras, 2, [1, 1, 0.8, 0.4]),
+        (hvd_keras, 2, [1, 1, 0.4, 0.4]),
+    ],
+)
+def test_a_number_as_multiplier_decays_as_in_horovods_code(module, start, expected) -> None:
+    """Its docstring says that the number holds, as it does in hvd_keras."""
+    keras = pytest.importorskip("keras")
+    model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(1.0), "mse")
+    schedule = module.callbacks.LearningRateScheduleCallback(0.8, 0.5, start_epoch=start)
+    x = np.full((4, 1), RANK, "float32")
+    history = model.fit(x, x, epochs=4, verbose=0, callbacks=[schedule]).history
+    np.testing.assert_allclose(history["lr"], expected, rtol=1e-6)
+
+
 @pytest.mark.skipif(SIZE == 1, reason="the set of rank 0 is that of all ranks")
 def test_process_sets_are_numbered_and_written_as_horovods() -> None:
     everyone = f"ProcessSet(process_set_id=0, ranks={list(range(SIZE))}, mpi_comm=None)"

@@ -1,1 +1,0 @@
-"""What depends on the backend of Keras: a module, or a package, for each."""

@@ -1,0 +1,236 @@
+"""Reads rows by number: of arrays, and of the batches of a ``keras.utils.PyDataset``."""
+
+import functools
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvd_keras.data.split import Split, order
+from hvd_keras.runtime import agree
+from hvd_keras.runtime.keras import keras
+from hvd_keras.runtime.process_sets import ProcessSet
+
+_SECONDS = 5  # between lines of progress
+
+
+@dataclass
+class Reader:
+    """What a rank reads of a source.
+
+    ``read(epoch, first)`` returns the parts of this rank's batch, and the weights for "pad", of the
+    step whose first row is the ``first`` in the epoch's order.
+    """
+
+    read: Callable[[int, int], tuple[Any, Any]]
+    length: int  # rows over all ranks
+    batch_size: int  # rows per rank and step
+    split: Split
+    description: str  # what else must be equal on all ranks
+    is_shuffled: bool
+    workers: int = 1  # calls of ``read`` at a time
+    unit: int = 1  # an epoch can begin at each row that this divides
+
+    def read_step(self, epoch: int, row: int, step: int) -> tuple[Any, Any]:
+        """Read a step of an epoch that begins at ``row``."""
+        return self.read(epoch, row + step * self.split.size * self.batch_size)
+
+    def steps(self, epoch: int, row: int) -> Iterator[tuple[Any, Any]]:
+        """Read the steps of an epoch from ``row`` on, several at a time if it has workers."""
+        steps = range(self.split.steps_from(row, self.length, self.batch_size))
+        read = functools.partial(self.read_step, epoch, row)
+        if self.workers == 1:
+            yield from map(read, steps)
+            return
+        with ThreadPoolExecutor(self.workers) as threads:
+            ahead = [threads.submit(read, step) for step in steps[: self.workers]]
+            for step in steps:
+                if step + self.workers < len(steps):
+                    ahead.append(threads.submit(read, step + self.workers))
+                yield ahead.pop(0).result()
+
+    def numbers(self) -> tuple[int, int, int, int]:
+        """Return the first numbers of a ``Source``: rows, rows per step, steps, rows left out."""
+        length, size, split = self.length, self.batch_size, self.split
+        return length, size, split.steps(length, size), split.left_out(length, size)
+
+
+def numbered_rows_reader(
+    take: Callable[[Any], Any],
+    order_of: Callable[[int], Any],
+    length: int,
+    batch_size: int,
+    split: Split,
+    description: str,
+    is_shuffled: bool,
+) -> Reader:
+    """Read rows by ``take(numbers)``, in the order ``order_of(epoch)``. A rank reads its own."""
+
+    def read(epoch: int, first: int) -> tuple[Any, Any]:
+        rows = min(split.size * batch_size, length - first)
+        # Where the rows of this rank's batch are: [count], places beyond the end begin again.
+        places = split.places(first, rows, batch_size)
+        weight = split.weight(rows, length, batch_size)
+        return take(order_of(epoch)[places % length]), _weights(places < length, weight)
+
+    return Reader(read, length, batch_size, split, description, is_shuffled)
+
+
+def arrays_reader(
+    parts: list[Any], batch_size: int, shuffle: bool, seed: int, split: Split
+) -> Reader:
+    """Read arrays of equally many rows, as ``fit`` casts them."""
+    length = len(parts[0])
+    sample = np.linspace(0, length - 1, min(length, 9)).astype(int)
+    return numbered_rows_reader(
+        lambda rows: [as_fit_casts(part[rows]) for part in parts],
+        lambda epoch: order(length, shuffle, seed, epoch),
+        *(length, batch_size, split),
+        f"sample {digest([part[sample] for part in parts])}",
+        shuffle,
+    )
+
+
+def first_batch(source: Any) -> Any:
+    """Return the first batch of a ``PyDataset``."""
+    if not (number := number_of_batches(source)):
+        raise ValueError(f"the PyDataset has {number} batches, expected 1 or more.")
+    return source[0]
+
+
+def pydataset_reader(
+    source: Any, first_one: Any, flatten: Any, shuffle: bool, seed: int, split: Split
+) -> Reader:
+    """Read a ``PyDataset``. A rank reads only its own batches, and its rows of the last step."""
+    number = number_of_batches(source) or 0
+
+    def look(index: int) -> list[Any]:
+        return parts_of(with_tuples(source[index]), flatten)
+
+    batch_size = len(parts_of(with_tuples(first_one), flatten)[0])
+    length = (number - 1) * batch_size + len(look(number - 1)[0])
+    whole, global_batch = length // batch_size, split.size * batch_size
+
+    def batch(epoch: int, index: int) -> list[Any]:
+        if index < whole:
+            index = int(order(whole, shuffle, seed, epoch)[index])
+        parts = look(index)
+        rows = len(parts[0])
+        if rows != min(batch_size, length - index * batch_size):
+            text = f"batch {index} of the PyDataset has {rows} rows, the first had {batch_size}."
+            raise ValueError(f"{text} Only the last may have fewer, the same number each time.")
+        return parts
+
+    def read(epoch: int, first: int) -> tuple[Any, Any]:
+        rows = min(global_batch, length - first)
+        if split.uneven == "share" and rows < global_batch:
+            count = rows // split.size
+            # Whole batches are read, so rows that follow each other cost the fewest reads.
+            start = first + split.rank * count
+            indices = range(start // batch_size, (start + count - 1) // batch_size + 1)
+            batches = zip(*(batch(epoch, index) for index in indices), strict=True)
+            skip = start % batch_size
+            mine = [np.concatenate(parts)[skip : skip + count] for parts in batches]
+            return mine, _weights(np.ones(count, bool), 1.0)
+        place = first // batch_size + split.rank
+        parts = batch(epoch, place % number)
+        numbers, real = np.arange(batch_size), len(parts[0])
+        weight = split.weight(rows, length, batch_size)
+        weights = _weights((numbers < real) & (place < number), weight)
+        return [part[numbers % real] for part in parts], weights
+
+    workers = max(1, getattr(source, "workers", 1))
+    sample = f"sample {digest(y_of(first_one, flatten))}"
+    return Reader(read, length, batch_size, split, sample, shuffle, workers, batch_size)
+
+
+def number_of_batches(source: Any) -> int | None:
+    """Return the length of a ``PyDataset``; None if it is infinite."""
+    return getattr(source, "num_batches", None) if hasattr(source, "num_batches") else len(source)
+
+
+def y_of(batch: Any, flatten: Any) -> list[Any]:
+    """The parts of y, because augmentation does not change it; those of x if there is no y."""
+    x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    return list(flatten(x if y is None else y))
+
+
+def digest(parts: list[Any]) -> str:
+    """Return a short text that is equal if the arrays are equal."""
+    found = 0
+    for part in parts:
+        found = agree.digest(part, found)
+    return f"{found:016x}"
+
+
+def _weights(real: Any, weight: float) -> Any:
+    return np.where(real, weight, 0).astype(np.float32)
+
+
+def parts_of(source: Any, flatten: Any) -> list[Any]:
+    """Return nested arrays as a flat list. Raises ValueError if they are no rows."""
+    parts = [np.asarray(part) for part in flatten(source)]
+    if not parts or any(part.ndim == 0 for part in parts):
+        raise ValueError(
+            f"got {source!r:.99}, expected arrays, tf.data.Dataset or PyDataset. "
+            "Convert a list of numbers to an array: np.asarray(x)."
+        )
+    if len({len(part) for part in parts}) > 1:
+        raise ValueError(
+            f"got arrays of {[len(part) for part in parts]} rows, expected one length."
+        )
+    for part in parts:
+        if part.dtype == object and not isinstance(part.flat[0] if part.size else "", str | bytes):
+            raise ValueError(
+                f"an array has rows of type {type(part.flat[0]).__name__}, expected numbers or "
+                "strings. Convert it: x.astype('float32'), or for rows of different lengths "
+                "tf.ragged.constant(x)."
+            )
+    return parts
+
+
+def like(array: Any) -> Any:
+    """Return an array without rows, of the dtype and shape of an array's rows."""
+    return np.empty((0, *array.shape[1:]), object if array.dtype.kind in "OUS" else array.dtype)
+
+
+def as_fit_casts(array: Any) -> Any:
+    """Return the array with the dtype to which Keras's ``fit`` casts it."""
+    if array.dtype.kind == "U":  # which TensorFlow takes for ASCII
+        return array.astype(object)
+    floatx = agree.numpy_dtype(keras.backend.floatx())
+    is_floating = array.dtype.kind == "f" or array.dtype.name == "bfloat16"
+    return array.astype(floatx, copy=False) if is_floating else array
+
+
+def with_tuples(source: Any) -> Any:
+    """Nested arrays with tuples for lists, as specifications have them."""
+    if isinstance(source, dict):
+        return type(source)((key, with_tuples(part)) for key, part in source.items())
+    if isinstance(source, (list, tuple)) and not hasattr(source, "_fields"):
+        return tuple(map(with_tuples, source))
+    return source
+
+
+def look_into_some(files: int, look: Callable[[int], None], process_set: ProcessSet) -> None:
+    """Call ``look(number)`` for this rank's part of so many files; raise an error on all ranks."""
+    mine = range(process_set.rank(), files, process_set.size())
+
+    def look_into_mine() -> None:
+        begun = told = time.monotonic()
+        for done, number in enumerate(mine):
+            look(number)
+            if process_set.rank() == 0 and time.monotonic() - told > _SECONDS:
+                told = time.monotonic()
+                print(
+                    f"hvd.data.files counts rows: {done + 1} of {len(mine)} files of rank 0 after "
+                    f"{told - begun:.0f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    agree.on_all_ranks("hvd.data.files", look_into_mine, process_set)

@@ -1,0 +1,238 @@
+"""The sources of ``hvd.data.shard``, the passes over them, and what the ranks compare of them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvd_keras.data import reading
+from hvd_keras.data.split import MODES, Split
+from hvd_keras.runtime import agree, log
+from hvd_keras.runtime.keras import PyDataset, keras
+from hvd_keras.runtime.process_sets import ProcessSet
+
+
+@dataclass
+class Passes:
+    """Numbers the passes over a sharded source; the number decides the order."""
+
+    next: int
+    # The source, if it shuffles itself: then its order depends on how often it was begun.
+    shuffling: Any
+    source: "Source"
+    split: Split
+    begun: int = 0  # in this process, and in those that it continues
+    start: int = 0  # the row at which the pass in progress began
+    unread: int = 0  # steps before that row
+    resume: tuple[int, int] = (0, 0)  # both, of the pass that begins next
+    epoch: Sequence[int] = (0, 0)  # next and begun, when an epoch of fit began
+    # Of repeated data, of which a prefetch may have begun more passes than fit has read: the pass
+    # with which the last fit began, and the steps that it has read since.
+    first: int | None = None
+    read: int = 0
+
+    def begin_fit(self) -> None:
+        """Let a fit over repeated data begin with the pass after those that were read."""
+        if self.first is not None:
+            self.next = self.first - self.read // -self.source.steps  # rounded up
+        self.first, self.read = self.next, 0
+
+    def catch_up(self, next: int, begun: int) -> None:
+        """Go on behind so many passes, without reading them."""
+        if self.shuffling is not None:
+            # A shuffle advances its order when a pass begins, so nothing need be read.
+            for _ in range(begun - self.begun):
+                iter(self.shuffling)
+        self.next, self.begun = next, begun
+
+    def begin(self) -> Any:
+        """Return the number of a pass that begins, and the row at which it does: int64 [2]."""
+        self._count()
+        self.start, self.unread = self.resume
+        self.resume = (0, 0)
+        return np.array([self.next - 1, self.start])
+
+    def _count(self) -> None:
+        self.next += 1
+        self.begun += 1
+
+    def state(self, step: int) -> list[int]:
+        """What ``restore`` needs to go on at ``step`` of the epoch; 0: at the next one.
+
+        The numbers are those of the pass and of those begun, the rows that all ranks have seen of
+        its pass, all rows, and ``first`` and ``read``.
+        """
+        numbers, seen = [self.next, self.begun], 0
+        if step:
+            numbers = [*self.epoch]
+            seen = self.start + (step - self.unread) * self.split.size * self.source.batch_size
+        return [*numbers, seen, self.source.length, self.first or 0, self.read]
+
+    def seek(self, row: int) -> int:
+        """Let the pass that begins next do so at ``row``; return the steps that it then lacks."""
+        source, split = self.source, self.split
+        if again := row % source.unit:
+            row -= again
+            log.logger.warning(
+                "hvd.data.shard uses %s rows again, because the interrupted epoch's batches had "
+                "another size than now.",
+                again,
+            )
+        steps = split.steps_from(row, source.length, source.batch_size)
+        left_out = source.length - row - steps * split.size * source.batch_size
+        if split.uneven == "share" and left_out >= split.size and not split.rank:
+            log.logger.warning(
+                "hvd.data.shard leaves out the last %s rows of the interrupted epoch, because all "
+                "batches have the same size. uneven='pad' includes them.",
+                left_out,
+            )
+        self.resume = (row, source.steps - steps)
+        if not steps:  # nothing of it is read, and so it never begins
+            self._count()
+            self.resume = (0, 0)
+        return source.steps - steps
+
+    def restore(self, state: list[int]) -> None:
+        """Continue where another process was."""
+        number, begun, seen, rows, first, self.read = state
+        if self.first is not None:
+            self.first = first
+        self.epoch = number, begun
+        if seen and rows != self.source.length:
+            raise ValueError(
+                f"the data had {rows} rows when a checkpoint was written within an epoch, and now "
+                f"have {self.source.length}, so the rest of the epoch is unknown. Give the same "
+                "data, or begin anew with restore=False."
+            )
+        self.catch_up(number, begun)
+
+
+@dataclass
+class Source:
+    """An opened source of ``hvd.data.shard``."""
+
+    spec: Any  # a type specification for each part of a row, or an example; lists are tuples
+    length: int  # rows over all ranks
+    batch_size: int  # rows per rank and step
+    steps: int  # in a pass
+    left_out: int  # rows that no rank gets
+    description: str  # what else must be equal on all ranks
+    is_shuffled: bool
+    # Makes this rank's batches of the epoch of this number, from this row on. On TensorFlow a
+    # function of both, scalar int64 tensors, that returns a tf.data.Dataset of batches; for "pad",
+    # of pairs (batch, weights), where weights are float32 of shape [batch_size] and 0 for padding.
+    # On PyTorch a dataset of batches by epoch, row and step.
+    batches: Any
+    unit: int = 0  # an epoch can begin at each row that this divides
+    reads: bool = False  # those before it, then
+
+
+def check_arguments(
+    batch_size: int | None, seed: int, start_epoch: int, uneven: str | None
+) -> None:
+    """Raise ValueError if arguments of ``shard`` are impossible."""
+    if min(seed, start_epoch) < 0:
+        raise ValueError(f"{seed=}, {start_epoch=}, expected 0 or more.")
+    if uneven not in (None, *MODES):
+        raise ValueError(f"{uneven=}, expected one of {', '.join(map(repr, MODES))}.")
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"{batch_size=}, expected 1 or more rows per rank and step.")
+
+
+def check_source(
+    rows: Source,
+    given: str,
+    split: Split,
+    uneven: str | None,
+    is_unshuffled: bool,
+    process_set: ProcessSet,
+) -> None:
+    """Raise ValueError on all ranks if their sources or arguments (``given``) cannot be used."""
+    description = f"{rows.length} rows of {rows.spec}, batch_size={rows.batch_size}, "
+    description += f"{rows.description}, {given}"
+    views = agree.gather_json("hvd.data.shard arguments", description, process_set)
+    if len(set(views)) > 1:
+        raise ValueError(
+            "hvd.data.shard: the ranks have different sources or arguments: "
+            f"{agree.by_rank(views, process_set)}. Give every rank the same whole source, in the "
+            "same order (with the same seeds, the global one too), and apply random maps after "
+            "shard(…). A dataset that shuffles itself has another order in each pass: look at its "
+            "rows on all ranks, or on none. If each rank has its own files, use "
+            "hvd.data.agree_on_steps."
+        )
+    if rows.steps == 0 or (rows.left_out and split.uneven == "error"):
+        global_batch = split.size * rows.batch_size
+        raise ValueError(
+            f"hvd.data.shard: {rows.length} rows do not make whole steps of {global_batch} "
+            f"({split.size} ranks with batch_size={rows.batch_size}), uneven={split.uneven!r}. Use "
+            "another batch_size, uneven='share' (needs a row for each rank) or 'pad' (needs y)."
+        )
+    if rows.left_out and (uneven or split.uneven) != "trim" and is_unshuffled and not split.rank:
+        log.logger.warning(
+            "hvd.data.shard leaves out %s of %s rows, so that all %s ranks get the same number. "
+            "uneven='pad' includes them, with sample weights.",
+            *(rows.left_out, rows.length, split.size),
+        )
+    if split.uneven == "pad" and keras.utils.unpack_x_y_sample_weight(rows.spec)[1] is None:
+        raise ValueError(
+            "hvd.data.shard: uneven='pad' adds sample weights and so needs y, but the source has "
+            f"only x: {rows.spec}. Use 'share' or 'trim'."
+        )
+
+
+def steps(
+    source: Any, length: Callable[[Any], Any], kinds: str, uneven: str, process_set: ProcessSet
+) -> int:
+    """See ``hvd.data.agree_on_steps``; ``length`` returns that of sources of ``kinds``."""
+    process_set.check_included("data.agree_on_steps")
+
+    def look() -> int | None:
+        if uneven not in ("trim", "error"):
+            raise ValueError(f"{uneven=}, expected 'trim' or 'error'.")
+        is_batches = isinstance(source, PyDataset)
+        steps = reading.number_of_batches(source) if is_batches else length(source)
+        try:
+            return None if steps is None else int(steps)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"got {type(source).__name__}, expected a number of steps, {kinds} or a "
+                "keras.utils.PyDataset."
+            ) from error
+
+    mine = agree.on_all_ranks("hvd.data.agree_on_steps", look, process_set)
+    gathered = agree.gather_json("hvd.data.agree_on_steps numbers", mine, process_set)
+    known = [steps for steps in gathered if steps is not None]
+    if not known:
+        problem = "no length is known. Pass numbers of steps (count the batches once)."
+    elif min(known) < 1:
+        problem = "a rank has no data. Use fewer ranks, or smaller files or batches."
+    elif uneven == "error" and len(set(known)) > 1:
+        problem = "the ranks' numbers of steps differ. uneven='trim' takes the least."
+    else:
+        return int(min(known))
+    raise ValueError(
+        f"hvd.data.agree_on_steps: {problem} By rank: {agree.by_rank(gathered, process_set)}."
+    )
+
+
+def check_passes(passes: list[Passes], repeats: bool, process_set: ProcessSet) -> None:
+    """Raise ValueError on all ranks if they have begun different numbers of shuffled passes.
+
+    ``repeats``: the data repeat, so a prefetch of a fast rank may have begun more passes than that
+    of a slow one; all ranks then go on behind them.
+    """
+    shuffled = [one for one in passes if one.source.is_shuffled]
+    if not shuffled:
+        return
+    numbers = [[one.next, one.begun] for one in shuffled]
+    gathered = agree.gather_json("fit passes", numbers, process_set)
+    if any(theirs != gathered[0] for theirs in gathered) and not repeats:
+        begun = [[begun for _, begun in theirs] for theirs in gathered]
+        raise ValueError(
+            "fit: the ranks have begun different numbers of passes over the shuffled data of "
+            f"hvd.data.shard ({agree.by_rank(begun, process_set)}), so their orders differ. "
+            "Iterate over it on all ranks, or on none."
+        )
+    for one, of_ranks in zip(shuffled, zip(*gathered, strict=True), strict=True):
+        one.catch_up(*map(max, zip(*of_ranks, strict=True)))

@@ -1,0 +1,156 @@
+"""Sources with rows by number as ``tf.data``: arrays, ``keras.utils.PyDataset``, files."""
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_keras.data import reading
+from hvd_keras.data.row_files import Opened, Shares
+from hvd_keras.data.sources import Source
+from hvd_keras.data.split import Split
+
+_ROWS, _BYTES = 1 << 13, 1 << 26  # of all ranks, that Python looks up at once
+_READ = 1 << 20  # bytes, about, that are read at once
+
+
+def arrays_source(
+    source: Any, batch_size: int, shuffle: bool | int, seed: int, split: Split
+) -> Source:
+    """Open nested arrays of equally many rows. A rank reads only its own rows."""
+    parts, spec = _look_into(source, cast=True)
+    reader = reading.arrays_reader(parts, batch_size, bool(shuffle), seed, split)
+    return _source(reader, spec, split)
+
+
+def pydataset_source(source: Any, shuffle: bool | int, seed: int, split: Split) -> Source:
+    """Open a ``PyDataset``. A rank reads only its own batches, and its rows of the last step."""
+    first = reading.first_batch(source)
+    reader = reading.pydataset_reader(source, first, flatten, bool(shuffle), seed, split)
+    return _source(reader, _look_into(first)[1], split)
+
+
+def flatten(nested: Any) -> list[Any]:
+    """Return the parts, and those of ragged and sparse tensors."""
+    return list(tf.nest.flatten(nested, expand_composites=True))
+
+
+def _source(reader: reading.Reader, spec: Any, split: Split) -> Source:
+    """Make a source of what a reader reads."""
+    specs = [*tf.nest.flatten(spec), tf.TensorSpec((), tf.float32)]
+    length, batch_size = reader.length, reader.batch_size
+    # Fixed shapes let TensorFlow trace the step once; a shorter last step would be a second trace.
+    rows = None if split.has_short_step(length, batch_size) else batch_size * split.parts
+
+    def read_step(epoch: int, row: int, step: int) -> list[Any]:
+        parts, weights = reader.read_step(epoch, row, step)
+        return [*parts, weights]
+
+    def steps_from(row: int) -> Any:
+        return np.int64(split.steps_from(row, length, batch_size))
+
+    def batch(epoch: Any, row: Any, step: Any) -> Any:
+        parts = tf.numpy_function(read_step, (epoch, row, step), [part.dtype for part in specs])
+        for part, known in zip(parts, specs, strict=True):
+            part.set_shape([rows, *known.shape])
+        data = tf.nest.pack_sequence_as(spec, parts[:-1])
+        return (data, parts[-1]) if split.uneven == "pad" else data
+
+    # Python code, one call at a time: more workers help those that wait, such as for files.
+    def batches(epoch: Any, row: Any) -> tf.data.Dataset:
+        numbers = tf.data.Dataset.range(tf.numpy_function(steps_from, [row], tf.int64))
+        calls = reader.workers
+        return numbers.map(lambda step: batch(epoch, row, step), num_parallel_calls=calls)
+
+    described = reader.description, reader.is_shuffled, batches, reader.unit
+    return Source(spec, *reader.numbers(), *described)
+
+
+def _look_into(source: Any, cast: bool = False) -> tuple[list[Any], Any]:
+    """Nested arrays as a flat list, and the spec of a row.
+
+    With ``cast``, floating-point rows have the dtype to which Keras's ``fit`` casts them.
+    """
+    source = reading.with_tuples(source)
+    parts = reading.parts_of(source, tf.nest.flatten)
+    dtypes = [(reading.as_fit_casts(part[:0]) if cast else part).dtype for part in parts]
+    specs = [tf.TensorSpec(p.shape[1:], d) for p, d in zip(parts, dtypes, strict=True)]
+    return parts, tf.nest.pack_sequence_as(source, specs)
+
+
+def numbered_rows_source(
+    source: Opened, batch_size: int, shuffle: bool | int | None, seed: int, split: Split
+) -> Source:
+    """Open rows by number: a rank reads only its own."""
+    table = source.rows
+    length, shares = table.length, Shares(source, batch_size, shuffle, seed, split)
+    global_batch = split.size * batch_size
+    steps, pads = split.steps(length, batch_size), split.uneven == "pad"
+    changes = pads or source.map is not None
+    # Python looks up the rows of several steps at once: for each it would be too slow.
+    together = max(1, int(min(_ROWS, _BYTES / table.row_bytes)) // global_batch)
+    # Some of these steps are read at once: a call for each would cost more than short records do.
+    group = min(together, max(1, int(_READ / (table.read_bytes * batch_size or 1))))
+    together -= together % group
+
+    def find(epoch: int, row: int, part: int) -> list[Any]:
+        """Return what is looked up of this rank's rows in the next steps: [groups, steps, rows]."""
+        left = split.steps_from(row, length, batch_size)
+        whole = min(left, (length - row) // global_batch)
+        first = min(part * together, whole)
+        begin, number = row + first * global_batch, min(together, whole - first)
+        if not number and left > whole and part * together < whole + together:
+            mine, weights = shares.short(epoch, begin)  # a part by itself
+        else:
+            mine, weights = shares.whole(epoch, begin, number)
+        several = 1 if len(mine) % group else group
+        shape = len(mine) // several, several, mine.shape[1]
+        mine, weights = mine.reshape(shape), weights.reshape(shape)
+        parts = table.look_up(mine.reshape(-1))
+        parts = [part.reshape(*mine.shape, *part.shape[1:]) for part in parts]
+        if source.seeds:
+            parts.append(shares.seeds(epoch, mine))
+        return [*parts, weights] if pads else parts
+
+    def read(*parts: Any) -> Any:
+        found, more = parts[: len(table.specs)], parts[len(table.specs) :]
+        batch = table.read([*found])
+        return (batch, *more) if changes else batch
+
+    def change(batch: Any, *more: Any) -> Any:
+        if source.map is not None:
+            batch = source.map(batch, more[0]) if source.seeds else source.map(batch)
+        return (batch, more[-1]) if pads else batch
+
+    def batches(epoch: Any, row: Any) -> tf.data.Dataset:
+        # A short step comes alone, and so may be one more part.
+        parts = tf.data.Dataset.range(-(-steps // together) + 1)
+        found = parts.map(lambda part: _find(epoch, row, part)).prefetch(1)
+        steps_read = found.unbatch().map(read, tf.data.AUTOTUNE).unbatch()
+        return steps_read.map(change, tf.data.AUTOTUNE) if changes else steps_read
+
+    # Fixed shapes let TensorFlow trace the step once.
+    known = None if split.has_short_step(length, batch_size) else batch_size * split.parts
+
+    def _find(*place: Any) -> Any:
+        # Each tensor costs time in each step, so none travels that is not needed.
+        specs = [tf.TensorSpec(like.shape[1:], tf.as_dtype(like.dtype)) for like in table.specs]
+        specs += [*[tf.TensorSpec([2], tf.int64)] * source.seeds]
+        specs += [tf.TensorSpec((), tf.float32)] * pads
+        found = tf.numpy_function(find, place, [spec.dtype for spec in specs])
+        for tensor, spec in zip(found, specs, strict=True):
+            tensor.set_shape([None, None, known, *spec.shape])
+        return tuple(found)
+
+    zero = tf.zeros((), tf.int64)
+    spec = batches(zero, zero).element_spec
+    numbers = length, batch_size, steps, split.left_out(length, batch_size)
+    described = table.description, shares.is_shuffled, batches, 1
+    of_row = tf.nest.map_structure(_of_row, spec[0] if pads else spec)
+    return Source(of_row, *numbers, *described)
+
+
+def _of_row(spec: Any) -> Any:
+    """The specification of a row, by that of a batch, whose size may differ by rank."""
+    is_tensor = isinstance(spec, tf.TensorSpec) and spec.shape.rank
+    return tf.TensorSpec(spec.shape[1:], spec.dtype) if is_tensor else spec

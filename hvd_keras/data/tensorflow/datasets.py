@@ -1,0 +1,326 @@
+"""Sources that are a ``tf.data.Dataset``: of rows or batches, of known or unknown length.
+
+Every rank runs the whole source and keeps its part of each step. The rows of a dataset of unknown
+length are counted before training: if Keras found the end itself, it would already have begun a
+step, and some of the ranks might have counted it in ``optimizer.iterations``.
+"""
+
+import collections
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_keras.data import reading
+from hvd_keras.data.sources import Source
+from hvd_keras.data.split import Split
+from hvd_keras.data.tensorflow import arrays
+from hvd_keras.runtime import log
+
+# Datasets that yield one element per element of their input, in the same order.
+_ELEMENTWISE = {"AssertCardinality", "Cache", "Map", "Options", "ParallelMap", "Prefetch"}
+#: Those of them that make their elements anew in each pass.
+PASSING_ON = _ELEMENTWISE - {"Cache"}
+_BATCHING = {"Batch", "ParallelBatch", "PaddedBatch", "Rebatch"}
+_WARNING_SECONDS = 30
+
+
+def has_static_batches(source: Any) -> bool:
+    """Whether it is a dataset of batches that all have the same, static number of rows."""
+    if not isinstance(source, tf.data.Dataset) or not _makes_batches(source):
+        return False
+    shapes = [getattr(spec, "shape", None) for spec in tf.nest.flatten(source.element_spec)]
+    return all(shape is not None and shape.rank and shape[0] is not None for shape in shapes)
+
+
+def dataset_source(
+    source: Any, batch_size: int | None, shuffle: bool | int | None, seed: int, split: Split
+) -> Source:
+    """Open a dataset."""
+    if source.cardinality() == tf.data.INFINITE_CARDINALITY:
+        raise ValueError(
+            "the dataset is infinite. Shard it before repeat(): hvd.data.shard(dataset, "
+            "…).repeat(), and give fit steps_per_epoch."
+        )
+    batched = _is_batched(source)
+    if not batched and batch_size is None:
+        raise ValueError("batch_size=None, expected rows per rank and step.")
+    seeds = seeds_of(source, alone=split.size == 1)
+    description = f"{batched=}, shuffles with the seeds {seeds}"
+    first = None
+    # Of a dataset that shuffles itself this also shows whether one rank has begun more passes of it
+    # than others, for example to look at some rows. All numbers of ranks begin equally many.
+    if split.uneven == "pad" or split.size > 1 or seeds:
+        first = _first(source if batched else source.batch(1))
+    if first is not None:
+        description += f", first element {reading.digest(reading.y_of(first, arrays.flatten))}"
+    known = int(source.cardinality()) >= 0
+    length, own_size, counts = _measure(source) if batched else (_length(source), None, None)
+    if length == 0:
+        raise ValueError("the dataset is empty.")
+    if shuffle is None:
+        shuffle = known and not (batched or seeds)
+    size: int = batch_size or own_size  # type: ignore[assignment]
+    pads = split.uneven == "pad"
+    whole_batches = batched and batch_size is None and not shuffle and not pads
+    steps, left_out = split.steps(length, size), split.left_out(length, size)
+    if whole_batches and counts is not None:
+        steps, left_out = split.of_batches(counts, size)
+
+    whole = not split.has_short_step(length, size)
+
+    def batches(epoch: Any, row: Any) -> tf.data.Dataset:
+        left = length - row
+        wanted, rest = left // (split.size * size) * size, left % (split.size * size)
+        if pads or not whole:
+            wanted += tf.minimum(rest, 1) * size if pads else rest // split.size
+        if whole_batches:
+            others = source.skip(row // size)
+            if split.size == 1 and split.uneven == "share":
+                return others
+            if counts is None and whole:
+                return _mine(others, -(-left // size), wanted // size, split)
+            groups = others.window(split.size)
+            return _apply(groups.flat_map, groups, lambda group: _part(group, size, split))
+        rows = source.unbatch() if batched else source
+        if shuffle:
+            # Sets the seed of the function being traced; the program's seed, which would be mixed
+            # in, may differ by rank. It must not be 0 if the other seed is a tensor.
+            tf.random.set_seed(seed % (2**31 - 2) + 1)
+            buffer = length if shuffle is True else shuffle
+            rows = rows.shuffle(buffer, epoch, reshuffle_each_iteration=False)
+        mine = _mine(rows.skip(row), left, wanted, split, first if pads else None)
+        mine = _batch(mine, size, whole) if batched else mine.batch(size, drop_remainder=whole)
+        return _with_weights(mine, left, length, size, split) if pads else mine
+
+    spec, is_shuffled = source.element_spec, bool(shuffle or seeds)
+    unit = 1 if not whole_batches else size if counts is None else 0
+    numbers = length, size, steps, left_out
+    return Source(spec, *numbers, description, is_shuffled, batches, unit, reads=True)
+
+
+def _mine(
+    source: Any, number: Any, wanted: Any, split: Split, first: Any = None
+) -> tf.data.Dataset:
+    """Return ``wanted`` elements for this rank, every size-th of the source's ``number``.
+
+    If these are fewer, copies of the first element of ``first``, a batch, are added.
+    """
+    mine = source.shard(split.size, split.rank)
+    own = (number - split.rank + split.size - 1) // split.size  # rounded up: earlier ranks first
+    if _has_cache(source):
+        mine = mine.enumerate().filter(lambda place, element: place < wanted)
+        mine = mine.map(lambda place, element: element)
+    else:
+        mine = mine.take(wanted)
+    if first is None:
+        return mine
+    part = tf.nest.map_structure(
+        lambda part: part if isinstance(part, tf.SparseTensor) else part[:1], first
+    )
+    fill = tf.data.Dataset.from_tensors(part).unbatch().take(1)
+    return mine.concatenate(fill.repeat(tf.maximum(wanted - own, 0)))
+
+
+def _first(source: Any) -> Any:
+    elements = iter(source)
+    first = next(elements, None)
+    if _has_cache(source):
+        collections.deque(elements, maxlen=0)
+    return first
+
+
+def _has_cache(source: Any) -> bool:
+    """Whether a dataset must be read to its end: a cache that is read partly is not usable."""
+    return any(kind_of(node) == "Cache" for node in nodes(source))
+
+
+def _with_weights(
+    mine: Any, left: Any, length: int, batch_size: int, split: Split
+) -> tf.data.Dataset:
+    """Yield pairs of a batch and the weights of its rows for "pad"; ``left`` rows are to come."""
+    global_batch = split.size * batch_size
+
+    def weights(step: Any) -> Any:
+        places = (step * batch_size + tf.range(batch_size, dtype=tf.int64)) * split.size
+        rows = tf.minimum(left - step * global_batch, global_batch)
+        weight = tf.cast(split.weight(rows, length, batch_size), tf.float32)
+        return tf.where(places + split.rank < left, weight, 0.0)
+
+    steps = tf.data.Dataset.range(split.steps(length, batch_size))
+    return tf.data.Dataset.zip(mine, steps.map(weights))
+
+
+def _part(group: Any, batch_size: int, split: Split) -> tf.data.Dataset:
+    """Return this rank's batch of one step, if any. ``Split.of_batches`` mirrors this.
+
+    ``group`` has the batches of the step, one per rank; fewer at the end.
+    """
+    group = tf.data.Dataset.zip(group)
+    counts = _apply(group.map, group, _rows).batch(split.size).get_single_element()
+    rows = tf.reduce_sum(counts)
+    even = (tf.size(counts) == split.size) & tf.reduce_all(counts == counts[0])
+    if split.uneven != "share":
+        even &= rows == split.size * batch_size
+    own = group.skip(split.rank).take(tf.cast(even, tf.int64))
+    if split.uneven != "share":
+        return own
+    count = tf.where(even, tf.zeros_like(rows), rows // split.size)
+    # An uneven last step: its rows, as one process would see them, in equal shares.
+    rest = group.unbatch().skip(split.rank * count).take(count)
+    return own.concatenate(_batch(rest, tf.maximum(count, 1), False))
+
+
+def _is_batched(source: Any) -> bool:
+    """Whether the elements are batches. Raises ValueError if nothing shows it."""
+    shapes = [spec.shape for spec in tf.nest.flatten(source.element_spec)]
+    first = {None if shape.rank is None else [*shape.as_list(), "scalar"][0] for shape in shapes}
+    if len(first) > 1 or "scalar" in first:
+        return False  # the parts of a batch have equally many rows
+    found = _makes_batches(source)
+    if found is None and None in first:
+        raise ValueError(
+            f"cannot tell whether the elements of the dataset, {source.element_spec}, are batches "
+            "or rows. For batches, use hvd.data.shard(dataset.unbatch(), batch_size=…). For rows, "
+            "set their shape: dataset.map(lambda x: tf.ensure_shape(x, […]))."
+        )
+    return bool(found)
+
+
+def _makes_batches(node: Any) -> bool | None:
+    """Whether a dataset yields batches, judged by how it was made; None if unknown."""
+    # Shapes cannot tell: rows of shape [32, 3] and batches of 32 rows of shape [3] look alike.
+    kind, inputs = kind_of(node), node._inputs()
+    if kind in _BATCHING:
+        return True
+    if kind in ("Unbatch", "TensorSlice"):
+        return False
+    if kind in ("FlatMap", "Interleave", "ParallelInterleave", "GroupByWindow"):
+        graphs = [function.function.graph for function in node._functions()]
+        ops = {op.type for graph in graphs for op in graph.get_operations()}
+        if any(op.startswith(kind) for op in ops for kind in _BATCHING):
+            # window(n).flat_map(lambda part: part.batch(n)) makes rows that are sequences.
+            return not any(kind_of(node) == "Window" for node in nodes(node))
+        if kind != "GroupByWindow":
+            return None
+    found = [_makes_batches(node) for node in inputs]
+    if True in found:
+        return True
+    # A function may turn a row, such as a file name, into a batch.
+    return None if None in found or not found or kind in ("Map", "ParallelMap") else False
+
+
+def seeds_of(source: Any, alone: bool) -> list[tuple[int, int]]:
+    """Return the seeds with which the dataset shuffles; without any, the order differs by rank."""
+    _check_names()
+    made_of = list(nodes(source))
+    shuffles = [node for node in made_of if kind_of(node) in ("Shuffle", "Random")]
+    seeds = [(int(node._seed), int(node._seed2)) for node in shuffles]
+    if not alone and (0, 0) in seeds:
+        raise ValueError(
+            "the dataset shuffles without a seed, so its order differs by rank. Give it a seed, "
+            "dataset.shuffle(…, seed=1), Dataset.list_files(…, seed=1), or let "
+            "hvd.data.shard(…, shuffle=True) shuffle."
+        )
+    if not alone and any(getattr(node, "_deterministic", None) == "false" for node in made_of):
+        raise ValueError(
+            "the dataset has deterministic=False, so its order differs by rank. Remove that from "
+            "map() and interleave()."
+        )
+    return seeds
+
+
+def _measure(source: Any) -> tuple[int, int, list[int] | None]:
+    """Return the total rows, the rows of the largest batch, and those of each or None.
+
+    The last is None if at most the last batch is short.
+    """
+    node = below(source, _ELEMENTWISE)
+    if kind_of(node) not in ("Batch", "ParallelBatch", "PaddedBatch"):
+        counts = _read_counts(source, _rows)
+        return sum(counts), max(counts, default=1), counts
+    # The length of what batch() was called on tells all, without reading batches.
+    length, size = _length(node._inputs()[0]), int(node._batch_size)
+    return length - (length % size if node._drop_remainder else 0), size, None
+
+
+def _length(source: Any) -> int:
+    """Return the number of elements; count them if it is unknown."""
+    if source.cardinality() >= 0:
+        return int(source.cardinality())
+    source = below(source, _ELEMENTWISE | {"Shuffle"})  # these need not run
+    return sum(_read_counts(source, lambda element: tf.constant(1, tf.int64)))
+
+
+def _read_counts(source: Any, count: Callable[[Any], Any]) -> list[int]:
+    counts: list[int] = []
+    asked = time.monotonic()
+    for part in _apply(source.map, source, count).batch(256):
+        counts += part.numpy().tolist()
+        if time.monotonic() - asked > _WARNING_SECONDS:
+            log.logger.warning(
+                "hvd.data.shard counts the elements of a dataset of unknown length: %s so far. To "
+                "avoid this, or if the dataset is infinite, declare the number before batch(): "
+                "dataset.take(n).apply(tf.data.experimental.assert_cardinality(n)).",
+                len(counts),
+            )
+            asked = time.monotonic()
+    return counts
+
+
+def below(source: Any, kinds: set[str]) -> Any:
+    """Return the first input of a dataset that is not of one of these kinds."""
+    while kind_of(source) in kinds:
+        (source,) = source._inputs()
+    return source
+
+
+def _rows(batch: Any) -> Any:
+    """Return the number of rows of a batch, int64."""
+    part = tf.nest.flatten(batch)[0]
+    if isinstance(part, tf.RaggedTensor):
+        return tf.cast(part.nrows(), tf.int64)
+    if isinstance(part, tf.SparseTensor):
+        return part.dense_shape[0]
+    return tf.shape(part, tf.int64)[0]
+
+
+def _batch(rows: Any, batch_size: Any, whole: bool) -> tf.data.Dataset:
+    """Batch rows of former batches; pad them again if those may have been padded."""
+    specs = tf.nest.flatten(rows.element_spec)
+    dense = all(isinstance(spec, tf.TensorSpec) and spec.shape.rank is not None for spec in specs)
+    if dense and not all(spec.shape.is_fully_defined() for spec in specs):
+        return rows.padded_batch(batch_size, drop_remainder=whole)
+    return rows.batch(batch_size, drop_remainder=whole)
+
+
+def _apply(method: Any, dataset: Any, function: Callable[[Any], Any]) -> Any:
+    """Call a method such as ``dataset.map``; ``function`` gets a tuple as one argument."""
+    is_tuple = isinstance(dataset.element_spec, tuple)
+    return method(lambda *parts: function(parts if is_tuple else parts[0]))
+
+
+def nodes(source: Any) -> Iterator[Any]:
+    """Yield a dataset and, recursively, its inputs."""
+    yield source
+    for node in source._inputs():
+        yield from nodes(node)
+
+
+@functools.cache
+def _check_names() -> None:
+    """Check that TensorFlow shows how a dataset was made: an order that differs would go unseen."""
+    made = tf.data.Dataset.range(1).shuffle(1, seed=1).map(lambda x: x, 1, deterministic=False)
+    (shuffled,) = made._inputs()
+    if (kind_of(shuffled), int(shuffled._seed2), made._deterministic) != ("Shuffle", 1, "false"):
+        raise RuntimeError(
+            f"hvd_keras cannot see how TensorFlow {tf.__version__} shuffles a dataset. Run: "
+            'pip install "tensorflow<2.23"'
+        )
+
+
+def kind_of(node: Any) -> str:
+    """Return ``Batch`` for TensorFlow's ``_BatchDataset``, and so on."""
+    return type(node).__name__.strip("_").removesuffix("Dataset")

@@ -1,0 +1,129 @@
+"""TFRecord files, with an index of where each record begins.
+
+The index of ``part-0.tfrecord`` is ``.part-0.tfrecord.hvd-index`` beside it: a header with size and
+time of the file that was indexed, and 8 bytes for each record. It is mapped, not read, into memory.
+"""
+
+import functools
+import os
+import pathlib
+import secrets
+import struct
+from typing import Any
+
+import numpy as np
+
+from hvd_keras.data import reading
+from hvd_keras.runtime import agree, libraries, objects
+from hvd_keras.runtime.process_sets import ProcessSet
+
+_HEADER = struct.Struct("<16sqqq")  # name, size and time of the file, number of records
+_BLOCK = 256  # records that lie together, so that a disk reads them together
+_MAGIC = b"hvd_keras index1"
+
+
+class Records:
+    """The records of several files, by number.
+
+    Args:
+        paths: in the order of their records.
+        index: a folder for all indices; None: each beside its file.
+        process_set: ranks that share the work of counting.
+    """
+
+    def __init__(self, paths: list[str], index: str | None, process_set: ProcessSet) -> None:
+        self.paths, self._index = paths, index
+        # Where an index cannot be written, it is kept here.
+        self._held: dict[int, Any] = {}
+        self._offsets = functools.lru_cache(1024)(self._open)  # open maps are limited
+        self._scan_shares(process_set)
+
+        def count() -> list[int]:
+            return [len(self._offsets(number)) - 1 for number in range(len(paths))]
+
+        counts = agree.on_all_ranks("hvd.data.files", count, process_set)
+        self._firsts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        self.length = int(self._firsts[-1])
+        names = [os.path.basename(path) for path in paths]
+        digest = agree.digest(np.array([*names, *map(str, counts)]))
+        self.description = f"{len(paths)} files {digest:016x}"
+
+        # What look_up returns of each row.
+        self.specs, self.row_bytes = [np.empty(0, np.int64)] * 3, 24.0
+        # What read reads of one.
+        size = sum(int(self._offsets(number)[-1]) for number in range(len(paths)))
+        self.read_bytes = size / max(1, self.length)
+        self.starts = np.array([*range(0, self.length, _BLOCK), self.length])
+
+    def look_up(self, rows: Any) -> list[Any]:
+        """Return for some rows the numbers of their files, their offsets there and lengths."""
+        files = np.searchsorted(self._firsts, rows, "right") - 1
+        offsets, ends = np.empty((2, len(rows)), np.int64)
+        for number in np.unique(files):
+            chosen = files == number
+            within = rows[chosen] - self._firsts[number]
+            starts = self._offsets(int(number))
+            offsets[chosen], ends[chosen] = starts[within], starts[within + 1]
+        return [files, offsets, ends - offsets]
+
+    def read(self, places: list[Any]) -> Any:
+        """Return the records at what ``look_up`` returned, as a tensor of strings."""
+        files, offsets, lengths = places
+        ops = libraries.tensorflow_ops()
+        return ops.hvd_read_records(self.paths, files, offsets, lengths)
+
+    def _scan_shares(self, process_set: ProcessSet) -> None:
+        """Let each rank index some of the files; those whose index cannot be kept go to all."""
+        reading.look_into_some(len(self.paths), self._open, process_set)
+        call: Any = {"name": "hvd.data.files held", "process_set": process_set}
+        for theirs in objects.allgather_object(self._held, **call):
+            self._held |= theirs
+
+    def _open(self, number: int) -> Any:
+        """Return where the records of a file begin, and where the last one ends."""
+        if number in self._held:
+            return self._held[number]
+        path = pathlib.Path(self.paths[number])
+        index = path.with_name(f".{path.name}.hvd-index")
+        if self._index is not None:
+            # Files of several folders may have the same name.
+            name = agree.digest(np.array([str(path.absolute())]))
+            index = pathlib.Path(self._index) / f"{name:016x}{index.name}"
+        facts = path.stat()
+        expected = (_MAGIC, facts.st_size, facts.st_mtime_ns)
+        if (offsets := _load(index, expected)) is None:
+            offsets = np.asarray(libraries.tensorflow_ops().hvd_record_offsets(str(path)))
+            if not _save(index, expected, offsets):
+                self._held[number] = offsets
+        return offsets
+
+
+def _load(index: pathlib.Path, expected: tuple[Any, ...]) -> Any:
+    """Return the offsets of an index; None if it is missing, or another file's."""
+    try:
+        with open(index, "rb") as file:
+            header = file.read(_HEADER.size)
+    except OSError:
+        return None
+    if len(header) < _HEADER.size:
+        return None
+    *found, count = _HEADER.unpack(header)
+    # Its own size, in case that a disk was full.
+    if tuple(found) != expected or index.stat().st_size != _HEADER.size + 8 * count:
+        return None
+    return np.memmap(index, np.int64, "r", _HEADER.size, (count,))
+
+
+def _save(index: pathlib.Path, expected: tuple[Any, ...], offsets: Any) -> bool:
+    """Write an index, whole or not at all; return whether it was written."""
+    temporary = index.with_name(f"{index.name}.{secrets.token_hex(4)}")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(_HEADER.pack(*expected, len(offsets)))
+            file.write(offsets.tobytes())
+        os.replace(temporary, index)
+    except OSError:
+        # A folder that may not be written, or a full disk: it is counted again next time.
+        temporary.unlink(missing_ok=True)
+        return False
+    return True

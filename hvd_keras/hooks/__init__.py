@@ -1,1 +1,0 @@
-"""Where ``init`` changes Keras: fit, callbacks, losses, metrics, layers, loss scaling."""

@@ -1,0 +1,1 @@
+"""What ``init`` changes in Keras on TensorFlow, and nothing else."""

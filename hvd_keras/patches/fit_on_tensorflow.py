@@ -1,0 +1,170 @@
+"""``training.fit_state.Backend`` on TensorFlow."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_keras.data.tensorflow import positions, sharding
+from hvd_keras.data.tensorflow.sharding import passes_of as passes_of
+from hvd_keras.data.tensorflow.sharding import repeated as repeated
+from hvd_keras.data.tensorflow.sharding import repeats as repeats
+from hvd_keras.gradients import agreement, division, model_ranks
+from hvd_keras.patches import keras_classes, patched_fit
+from hvd_keras.patches.losses import validate_together as validate_together
+from hvd_keras.patches.losses import weighed as weighed
+from hvd_keras.runtime import libraries, log, rank_info
+from hvd_keras.runtime.keras import is_legacy, keras, require
+from hvd_keras.training import broadcasting, row_trials, variables
+from hvd_keras.training.fit_state import Fit, running
+
+COUNTS_ROWS = True
+
+
+def rows_in_steps(dataset: Any) -> Any:
+    """Describe how many rows each step has, or return None."""
+    if (own := sharding.batch_of(dataset)) is not None:
+        return own
+    spec = tf.nest.flatten(getattr(dataset, "element_spec", ()))
+    shape = spec[0].shape if spec and isinstance(spec[0], tf.TensorSpec) else None
+    return None if shape is None or not shape.rank else shape[0]
+
+
+def check(model: Any) -> None:
+    """Raise ValueError if a ``tf.distribute.Strategy`` distributes the model, too.
+
+    If XLA cannot compile the collectives, warn, and turn the model's ``jit_compile`` off.
+    """
+    with model.distribute_strategy.scope():  # in which the model was made
+        agreement.refuse_strategies()
+    if getattr(model, "jit_compile", False) and (problem := libraries.why_no_xla()):
+        model.jit_compile = False
+        if rank_info.local_rank() == 0:
+            log.warn_once(f"models train without XLA (jit_compile=False): {problem}")
+
+
+def prepare(own: Fit, dataset: Any) -> None:
+    """Create the variables of a model, and find the passes over its data."""
+    passes = passes_of(dataset)
+    steps = own.arguments.get("steps_per_epoch")
+    # Keras begins the data anew in each epoch, or when they end.
+    own.goes_on = bool(passes) and steps is not None and steps != int(dataset.cardinality())
+    if passes and not own.goes_on:
+        own.passes, own.seekable = passes, sharding.seekable(dataset)
+    if passes and (own.seekable is None or own.seekable.source.reads):
+        own.position = positions.of(dataset, own.goes_on)
+    model, process_set = own.model, own.process_set
+    keras_classes.synchronize_on(model._flatten_layers(), process_set)
+    # Before callbacks broadcast or restore, and before the ranks compare what they train.
+    others = [o for o in model_ranks.optimizers_of(model) if o is not model.optimizer]
+    is_built = variables.is_built(model) and all(getattr(o, "built", True) for o in others)
+    if isinstance(dataset, tf.data.Dataset) and not is_built:
+        own.problem = broadcasting.build(model, dataset.element_spec)
+    several = process_set.size() > 1
+    if (
+        several
+        and can_look_at(dataset)
+        and not division.is_on
+        and model_ranks.averages_rows_of(model)
+    ):
+        own.mixes = row_trials.layer_that_mixes(model, dataset.element_spec)
+    if process_set.size() > 1 and not is_legacy:
+        keras_classes.read_by_rows(model, model._flatten_layers())
+
+
+def build_metrics(own: Fit) -> None:
+    """Create the variables of metrics, as the first step would."""
+    if isinstance(own.dataset, tf.data.Dataset):
+        broadcasting.build(own.model, own.dataset.element_spec, whole_step=True)
+
+
+def weigh_classes(arguments: dict[str, Any]) -> None:
+    """Let ``class_weight`` of ``fit`` multiply the weights of ``uneven="pad"``.
+
+    Keras 3 refuses it with any weights, and should where the data have their own.
+    """
+    unpack = keras.utils.unpack_x_y_sample_weight
+    passes = passes_of(arguments.get("x"))
+    if not is_legacy and any(
+        one.split.uneven == "pad" and unpack(one.source.spec)[2] is None for one in passes
+    ):
+        arguments["x"] = sharding.weigh_classes(arguments["x"], arguments.pop("class_weight"))
+
+
+def can_look_at(dataset: Any) -> bool:
+    """Whether ``pass_first_batch`` can pass the batches of a dataset."""
+    spec = tf.nest.flatten(getattr(dataset, "element_spec", ()))
+    is_dense = all(isinstance(part, tf.TensorSpec) for part in spec)
+    return isinstance(dataset, tf.data.Dataset) and is_dense
+
+
+def gpu_bytes() -> int | None:
+    """Return how much memory of its GPU this process uses; None without a GPU."""
+    if not tf.config.list_logical_devices("GPU"):
+        return None
+    return int(tf.config.experimental.get_memory_info("GPU:0")["current"])
+
+
+def build(
+    of_keras: Callable[..., None], model: Any, iterator: Any = None, data_batch: Any = None
+) -> None:
+    """Replace ``keras.Model._maybe_symbolic_build``, which fit calls before the callbacks begin."""
+    if iterator is not None:
+        require(iterator, "_distributed_dataset", "to make variables before the first step")
+        require(iterator, "num_batches", "to compare the numbers of steps")
+        # evaluate calls this, too, perhaps in a fit, whose data it must not get.
+        begins = (own := running(model)) is not None and not own.has_begun
+        dataset = iterator._distributed_dataset
+        patched_fit.before_callbacks(model, dataset, iterator.num_batches, iterator)
+        if own is not None and begins and own.position is not None:
+            iterator._distributed_dataset = own.position  # of which iter() makes the iterator
+    of_keras(model, iterator=iterator, data_batch=data_batch)
+
+
+def get_data_handler(of_keras: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Replace the function of tf_keras that fit calls before the callbacks begin."""
+    handler = of_keras(*args, **kwargs)
+    patched_fit.before_callbacks(kwargs.get("model"), handler._dataset, handler.inferred_steps)
+    return handler
+
+
+def pass_first_batch(model: Any, look: Callable[[Any], None], name: str = "train_function") -> None:
+    """Let a function see the first batch that the next step gets, or None at the end of the data.
+
+    No batch is read twice, so generators and shuffled data go on as without it. Ragged and sparse
+    tensors cannot be passed. ``name``: what the model calls for a step.
+    """
+    function = getattr(model, name)
+    # A variable in tf_keras.
+    at_once = "_steps_per_execution" if is_legacy else "steps_per_execution"
+    steps = int(getattr(model, at_once, None) or 1)
+
+    def with_a_look(iterator: Any) -> Any:
+        setattr(model, name, function)  # for all later steps
+        batches = list(itertools.islice(iterator, steps))
+        look(batches[0] if batches else None)
+        if batches and isinstance(iterator, tf.data.Iterator):
+            return function(again(batches, iterator.element_spec))
+        return function(iter(batches) if batches and not isinstance(iterator, list) else iterator)
+
+    setattr(model, name, with_a_look)
+
+
+def again(batches: Sequence[Any], element_spec: Any) -> Any:
+    """An iterator over these batches that a compiled step cannot tell from the one they are of."""
+    specs = tf.nest.flatten(element_spec, expand_composites=True)
+
+    def loosen(*batch: Any) -> Any:  # tensors have static shapes otherwise
+        parts = [
+            tf.raw_ops.PlaceholderWithDefault(input=part, shape=spec.shape)
+            for part, spec in zip(
+                tf.nest.flatten(batch, expand_composites=True), specs, strict=True
+            )
+        ]
+        return tf.nest.pack_sequence_as(element_spec, parts, expand_composites=True)
+
+    again: Any = tf.data.Dataset.from_tensors(batches[0]).map(loosen)
+    for batch in batches[1:]:
+        again = again.concatenate(tf.data.Dataset.from_tensors(batch).map(loosen))
+    return iter(again)

@@ -1,0 +1,236 @@
+"""Adapts the callbacks of a ``fit`` to several ranks that train one model.
+
+Keras's callbacks that write files do so on the first rank of the process set only. Those that
+decide something decide alike on all ranks: if one rank stopped alone, the others would wait for its
+gradients. The list of callbacks is edited; the classes stay as they are.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvd_keras.data.sources import Passes
+from hvd_keras.gradients import division, missing_calls, model_ranks
+from hvd_keras.runtime import agree
+from hvd_keras.runtime.keras import keras, replaced, summary
+from hvd_keras.runtime.process_sets import ProcessSet
+from hvd_keras.training import variables
+from hvd_keras.training.fit_state import Fit
+from hvd_keras.training.values import Values, row_hashes
+
+_WRITERS = tuple(
+    getattr(keras.callbacks, name)
+    for name in ("CSVLogger", "OrbaxCheckpoint", "RemoteMonitor", "TensorBoard")
+    if hasattr(keras.callbacks, name)  # tf_keras has no OrbaxCheckpoint
+)
+_DECIDERS = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
+_CHECKPOINT = keras.callbacks.ModelCheckpoint
+
+
+def averages(callbacks: Sequence[Any]) -> bool:
+    """Whether the ranks average their metrics."""
+    return any(getattr(callback, "_hvd_averages", False) for callback in callbacks)
+
+
+def describe(callbacks: Sequence[Any]) -> dict[str, Any]:
+    """Return what the other ranks must know of this rank's callbacks."""
+    return {
+        "monitored": [c.monitor for c in callbacks if isinstance(c, _DECIDERS)],
+        "ends on NaN": any(isinstance(c, keras.callbacks.TerminateOnNaN) for c in callbacks),
+        "checkpoints": [c.save_freq for c in callbacks if isinstance(c, _CHECKPOINT)],
+        "callbacks": [type(callback).__name__ for callback in callbacks],
+    }
+
+
+def edited(common: Fit, callbacks: Sequence[Any]) -> list[Any]:
+    """Return callbacks of this rank, with those that make ranks decide alike between them."""
+    found = list(callbacks)
+    deciders = (*_DECIDERS, keras.callbacks.TerminateOnNaN)
+    places = [i for i, callback in enumerate(found) if isinstance(callback, deciders)]
+    places = places or [len(found)]  # for deciders of other ranks
+    agreeing = _Agree(common)
+    put_back = keras.callbacks.LambdaCallback(
+        on_train_batch_end=agreeing.put_back, on_epoch_end=agreeing.put_back
+    )
+    put_back._supports_tf_logs = True
+    found.insert(places[-1] + 1, put_back)
+    found.insert(places[0], agreeing)
+    return [*found, _AtTheEnd(common)]
+
+
+@contextlib.contextmanager
+def on_leader_alone(
+    callbacks: Sequence[Any], process_set: ProcessSet, common: Fit | None = None
+) -> Iterator[None]:
+    """Silence the callbacks that write files, except on the first rank.
+
+    In the ``fit`` that ``common`` is, ``ModelCheckpoint`` writes there, and the others wait for it.
+    """
+    # What a class that derives from one of Keras's adds to it runs on all ranks. An instance keeps
+    # its state and its own methods; only the hooks of Keras's class are empty.
+    with contextlib.ExitStack() as stack:
+        for callback in {id(callback): callback for callback in callbacks}.values():
+            cls: Any = type(callback)
+            if isinstance(callback, _WRITERS) and process_set.rank() != 0:
+                stack.callback(setattr, callback, "__class__", cls)
+                callback.__class__ = _silent(cls)
+            if isinstance(callback, _CHECKPOINT) and common is not None:
+                save = functools.partial(_save, common, callback._save_model)
+                stack.enter_context(replaced(callback, "_save_model", save))
+        yield
+
+
+def _save(common: Fit, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Replace ``ModelCheckpoint._save_model``: all ranks wait until it is written, or raise."""
+    if division.is_on:
+        save(*args, **kwargs)  # in which the first rank saves the model
+    elif common.waits_for_checkpoints:
+        agree.on_leader("ModelCheckpoint", lambda: save(*args, **kwargs), common.process_set)
+    elif common.process_set.rank() == 0:
+        save(*args, **kwargs)
+
+
+def refuse(callbacks: Sequence[Any], model: Any, process_set: ProcessSet) -> None:
+    """Raise ValueError if a callback cannot work with several ranks."""
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.BackupAndRestore) and not division.is_on:
+            raise ValueError(
+                "keras.callbacks.BackupAndRestore restores each process separately, but this model "
+                f"trains on {process_set.size()}: a rank that finds another state, or none, would "
+                f"differ from the rest. Use hvd.callbacks.Checkpoint({str(callback.backup_dir)!r})"
+                ", which writes on one rank and restores all."
+            )
+        swap = getattr(keras.callbacks, "SwapEMAWeights", ())  # which tf_keras does not have
+        if isinstance(callback, swap) and model_ranks.is_sharded(model.optimizer):
+            raise ValueError(
+                "keras.callbacks.SwapEMAWeights needs all moving averages, but each rank has a "
+                "share of them: leave shard_state=True out of hvd.DistributedOptimizer, or the "
+                "callback."
+            )
+
+
+@functools.cache
+def _silent(cls: Any) -> Any:
+    """Return a class of which the hooks that it has from Keras's writer do nothing."""
+    writer = next(base for base in cls.__mro__ if base in _WRITERS)
+
+    def nothing(self: Any, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    changed: dict[str, Any] = {name: nothing for name in vars(writer) if name.startswith("on_")}
+    changed["set_model"] = keras.callbacks.Callback.set_model
+    if writer is keras.callbacks.TensorBoard:  # which derived classes use
+        for name in ("_train_writer", "_val_writer"):
+            changed[name] = property(lambda self: summary.create_noop_writer())
+    silent = type(writer.__name__, (writer,), changed)
+    return silent if cls is writer else type(cls.__name__, (cls, silent), {})
+
+
+class CountSteps(keras.callbacks.Callback):  # type: ignore[misc]
+    """Counts the steps that ``fit`` reads of repeated data."""
+
+    def __init__(self, passes: Passes) -> None:
+        super().__init__()
+        self._passes = passes
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self._passes.read += int(getattr(self.model, "steps_per_execution", None) or 1)
+
+
+class _Internal(keras.callbacks.Callback):  # type: ignore[misc]
+    """A callback that ``fit`` adds."""
+
+    _supports_tf_logs = True  # tf_keras passes the logs themselves, so that others see changes
+
+    def __init__(self, common: Fit) -> None:
+        super().__init__()
+        self.common = common
+
+
+class _Agree(_Internal):
+    """Gives the callbacks behind it, which decide by values of the logs, the same ones."""
+
+    def __init__(self, common: Fit) -> None:
+        super().__init__(common)
+        self.own: dict[str, Any] = {}  # what this rank has logged
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Make a NaN of one rank one of all."""
+        if not self.common.ends_on_nan:
+            return
+        logs = {} if logs is None else logs
+        mine = np.array([float(logs.get("loss") or 0.0)])
+        call: dict[str, Any] = {"process_set": self.common.process_set.id(), "reduction": "Average"}
+        # The mean is finite only if all values are.
+        ((mean,),) = agree.run("allreduce", [mine], name="TerminateOnNaN.loss", **call)
+        if not np.isfinite(mean):
+            # For the deciders alone; put_back restores what this rank has logged.
+            self.own = {"loss": logs.get("loss")}
+            logs["loss"] = float(mean)
+            # A TerminateOnNaN of this rank stops it with a message, as it sees the logs next.
+            if not describe(self.common.callbacks)["ends on NaN"]:
+                self.model.stop_training = True
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Replace values that differ by their mean over the ranks; ValueError for an array."""
+        self.own = {}
+        if not self.common.monitored:
+            return
+        logs = {} if logs is None else logs
+        values = {name: logs.get(name) for name in self.common.monitored}
+        # Keras logs F1Score of one class as an array of one number.
+        mine = {
+            k: None if v is None else np.asarray(v, "float64").squeeze().tolist()
+            for k, v in values.items()
+        }
+        gathered = agree.gather_json("monitored", mine, self.common.process_set)
+        for name, value in mine.items():
+            known = [theirs[name] for theirs in gathered if theirs[name] is not None]
+            if any(isinstance(theirs, list) for theirs in known):
+                raise ValueError(
+                    f"EarlyStopping and ReduceLROnPlateau decide by one number, but {name!r} is an "
+                    "array. Monitor another metric, or average it, as F1Score(average='macro')."
+                )
+            if known and any(theirs[name] != value for theirs in gathered):
+                self.own[name] = logs.get(name)
+                logs[name] = sum(known) / len(known)
+
+    def put_back(self, number: int, logs: dict[str, Any] | None) -> None:
+        """Undoes the changes: other callbacks see what this rank has logged."""
+        for name, value in self.own.items():
+            if logs is not None and value is None:
+                del logs[name]
+            elif logs is not None:
+                logs[name] = value
+        self.own = {}
+
+
+class _AtTheEnd(_Internal):
+    """Runs after all others: compares values, and stops all ranks if one stops."""
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if self.common.values is not None:
+            return
+        common = variables.in_common(self.model)
+        self.common.values = Values(common, self.common.process_set, self.common.names)
+        missing_calls.check_values(self.common.values, "begun")
+        if self.common.looks_at_data:
+            self.common.backend.pass_first_batch(self.model, self._check_rows)
+
+    def _check_rows(self, batch: Any) -> None:
+        gathered = agree.gather_json("first rows", row_hashes(batch), self.common.process_set)
+        missing_calls.check_rows(gathered, self.common.process_set)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if self.common.values is not None:
+            missing_calls.check_values(self.common.values, "step")
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """End the training of all ranks after the same epoch."""
+        # As many callbacks do: if logs["accuracy"] > 0.99: self.model.stop_training = True.
+        mine = bool(self.model.stop_training)
+        if any(agree.gather_json("an epoch of fit has ended", mine, self.common.process_set)):
+            self.model.stop_training = True

@@ -1,0 +1,218 @@
+"""Weights each rank's loss, so that the mean over the ranks is the loss of one process.
+
+Most losses are means over the rows of a batch, and the mean of the ranks' means is that of all
+rows. Keras divides a masked loss by the number of valid entries, though, and one with
+``reduction="mean_with_sample_weight"`` by the sum of the weights: numbers that differ by rank. The
+loss of all ranks is sum(n_r * loss_r) / sum(n_r), so each rank's is multiplied by
+N * n_r / sum(n_r). Losses that are summed are multiplied by N. Those that are neither a mean nor a
+sum over the rows get the rows of all ranks. Validation does alike if all ranks validate together
+and average their metrics. A custom loop gets a warning, and its losses are not
+weighed.
+"""
+
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_keras import ops
+from hvd_keras.gradients import division, missing_calls, specs
+from hvd_keras.runtime import agree, rank_info
+from hvd_keras.runtime.keras import call_loss, divisors, is_legacy, replaced
+from hvd_keras.runtime.process_sets import ProcessSet
+from hvd_keras.training import fit_state, row_trials
+
+
+@dataclasses.dataclass
+class Weighing:
+    """The losses of a model that several ranks train."""
+
+    model: Any
+    process_set: ProcessSet
+    averages: bool  # gradients are averaged, not summed
+    is_together: Any = None  # in validation a variable: all ranks take this step
+    counts_rows: bool = False  # the ranks' batches may have different numbers of rows
+    calls: int = 0  # losses that this step has computed
+
+    def together(self, of_all: Callable[[], Any], alone: Callable[[], Any]) -> Any:
+        """Compute with all ranks; in a validation of one rank alone."""
+        if self.is_together is None:
+            return of_all()
+        return tf.cond(self.is_together, of_all, alone)
+
+
+#: Those of the step that is taken.
+weighing: contextvars.ContextVar[Weighing | None] = contextvars.ContextVar("losses", default=None)
+
+
+@functools.cache
+def _together() -> Any:
+    """Whether all ranks take the present step of validation."""
+    with tf.init_scope():
+        return tf.Variable(False, trainable=False, name="hvd_validates_together")
+
+
+def validate_together(everywhere: bool) -> None:
+    """Set whether all ranks take the next steps of validation."""
+    _together().assign(everywhere)
+
+
+def weighed(
+    model: Any, process_set: ProcessSet, averages: bool, method: str
+) -> AbstractContextManager[None]:
+    """Weigh the losses of a model's steps: of ``method``, train_step or test_step."""
+    one_step = getattr(model, method)
+    is_together = _together() if method == "test_step" else None
+
+    @functools.wraps(one_step)
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def step(*args: Any, **kwargs: Any) -> Any:
+        counts = method == "train_step" and model in fit_state.counting_rows
+        own = Weighing(model, process_set, averages, is_together, counts)
+        with agree.within(weighing, own):
+            try:
+                result = one_step(*args, **kwargs)
+            finally:
+                missing_calls.unaveraged.clear()
+        if counts and not own.calls and not agree.is_building.get():
+            missing_calls.tell(
+                "the ranks may have batches of different sizes, and this train_step computes its "
+                "loss without a keras.losses.Loss, so each rank counts alike, not each row. Use "
+                "self.compute_loss, a Loss, or hvd.data.shard, which gives ranks equal batches."
+            )
+        return result
+
+    return replaced(model, method, step)
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+    """Replace ``keras.losses.Loss.__call__``, which every loss and every output calls."""
+    own = weighing.get()
+    is_loop = own is None and rank_info.is_initialized() and rank_info.size() > 1
+    if (own is None and (not is_loop or missing_calls.in_fit.get())) or agree.is_building.get():
+        return loss_call(loss, y_true, y_pred, sample_weight)
+    arguments = y_true, y_pred, sample_weight
+    kind, part = row_trials.kind_of(loss, y_true, y_pred), division.current.get()
+    is_scalar = kind in ("mean", "sum")
+    is_weighted = sample_weight is not None or bool(divisors(loss, None, y_pred, None))
+    divides = part is not None and (is_scalar or loss.reduction in (None, "none"))
+    is_of_all = kind == "whole" or divides or (is_scalar and is_weighted)
+    if own is not None:
+        own.calls += 1
+    if own is None or not is_of_all:
+        with agree.within(weighing, None):  # a loss may compute others
+            # tf_keras's autograph would not convert what is called to keep them.
+            value, values = call_loss(loss, loss_call, *arguments, keeps=not is_legacy)
+        weights = divisors(loss, values, y_pred, sample_weight)
+        if own is None:
+            _warn_in_loop(loss, kind, weights)
+            return value
+        if part is None or values is None or tuple(values.shape):
+            return _weigh(own, loss, value, kind, weights, y_pred)
+    # Any function of the rows of the batch: each rank computes it of all.
+    name = f"loss {own.calls}, {specs.common_path(loss.name)}"
+    process_set = own.process_set
+
+    def of_all() -> Any:
+        share = 1 / process_set.size()
+        gathered = (
+            division.gather(arguments, name, process_set, share)
+            if part is None
+            else part.gather(arguments, name)
+        )
+        with agree.within(weighing, None):
+            return loss_call(loss, *gathered)
+
+    def alone() -> Any:
+        with agree.within(weighing, None):
+            return loss_call(loss, *arguments)
+
+    return own.together(of_all, alone)
+
+
+def _warn_in_loop(loss: Any, kind: row_trials.Kind, weights: list[Any]) -> None:
+    if weights:
+        missing_calls.warn_if_averaged(
+            f"the loss {loss.name} is divided by a number that differs by rank, such as "
+            "that of the entries that a mask leaves, so the mean of the ranks' gradients "
+            "is not that of one process. fit weighs it; in a custom loop use "
+            'reduction="sum", and divide by the ranks\' mean of these numbers: '
+            "hvd.allreduce(number)."
+        )
+    elif kind == "whole":
+        missing_calls.warn_if_averaged(
+            f"the loss {loss.name} is no mean over the rows of a batch, so the mean of the ranks' "
+            "gradients is not that of one process. fit computes it for the rows of all ranks; so "
+            "do in a custom loop: loss(hvd.allgather(y), hvd.allgather(y_pred))."
+        )
+
+
+def _weigh(
+    own: Weighing, loss: Any, value: Any, kind: row_trials.Kind, weights: list[Any], y_pred: Any
+) -> Any:
+    reduction = "sum" if kind == "sum" else getattr(loss, "reduction", None)
+    size = tf.cast(own.process_set.size(), value.dtype)
+    part = division.current.get()
+    if part is not None and reduction == "sum":
+        # A rank's loss counts by its share of the rows.
+        return tf.math.divide_no_nan(value, tf.cast(part.share, value.dtype))
+    if reduction in (None, "none", "sum") and not own.averages:
+        # Optimizers with op=hvd.Sum are right to leave it; a tape may average.
+        missing_calls.warn_if_averaged(
+            f"the loss {loss.name} is a sum, and hvd.DistributedGradientTape averages its "
+            "gradients over the ranks, so they are smaller than those of one process. Use "
+            "op=hvd.Sum, or another reduction."
+        )
+    if reduction in (None, "none") and own.averages and own.is_together is None:
+        # The gradient of a vector is that of its sum; the vector itself is logged.
+        return _with_gradient_of(size * value, value)
+    if reduction == "sum":
+        # The mean over N ranks of N times each rank's sum is the sum of all.
+        return own.together(lambda: size * value, lambda: value) if own.averages else value
+    if not weights and not own.counts_rows:
+        return value
+    if own.is_together is not None:
+        fit_state.weighed.add(own.model)
+    calls, path = own.calls, specs.common_path(loss.name)
+    counts = own.is_together is not None or own.counts_rows
+
+    def shares() -> Any:
+        # Gradients of all ranks count alike; logs, and a validation's losses, count by rows.
+        count = tf.shape(tf.nest.flatten(y_pred)[0])[0] if counts else 1
+        count = tf.cast(count if part is None else part.count, tf.float64)
+        # What Keras divides by: the sum of the mask times the weights, a number per rank.
+        product = [tf.cast(w, value.dtype) for w in weights]
+        entries = tf.reduce_sum(functools.reduce(_product, product)) if product else count
+        mine = tf.stack([tf.cast(entries, tf.float64), count])
+        if part is not None:  # a rank without rows repeats one
+            mine = tf.where(tf.greater(mine[1], 0), mine, tf.zeros_like(mine))
+        (total,) = ops.reduce_tensors(
+            [mine], op=ops.Sum, name=f"weight of loss {calls}, {path}", process_set=own.process_set
+        )
+        return tf.stop_gradient(tf.math.divide_no_nan(mine, total))
+
+    # This rank's share of the entries, and of the rows, which is 1 / N if they are not counted.
+    entries, of_rows = tf.unstack(own.together(shares, lambda: tf.ones([2], tf.float64)))
+    logged = tf.cast(tf.math.divide_no_nan(entries, of_rows), value.dtype) * value
+    if not own.counts_rows:
+        return logged
+    return _with_gradient_of(size * tf.cast(entries, value.dtype) * value, logged)
+
+
+def _with_gradient_of(one: Any, value: Any) -> Any:
+    """Return a value that has the gradient of another one."""
+    return one - tf.stop_gradient(one - value)
+
+
+def _product(one: Any, other: Any) -> Any:
+    """As Keras multiplies a mask and weights: one of them may have a last dimension of 1 more."""
+    if len(one.shape) == len(other.shape) + 1 and one.shape[-1] == 1:
+        one = tf.squeeze(one, -1)
+    elif len(other.shape) == len(one.shape) + 1 and other.shape[-1] == 1:
+        other = tf.squeeze(other, -1)
+    return one * other

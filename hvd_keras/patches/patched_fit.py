@@ -1,0 +1,322 @@
+"""Wraps ``fit`` when several ranks train a model, on every backend of Keras.
+
+Before the callbacks begin, the model's variables are created and the ranks compare what must be
+equal. When ``fit`` returns, the files that one rank has written are there for all.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hvd_keras import observe
+from hvd_keras.data import sources
+from hvd_keras.gradients import division, missing_calls, model_ranks, specs
+from hvd_keras.patches import keras_callbacks
+from hvd_keras.runtime import agree, log, rank_info, settings
+from hvd_keras.runtime.keras import KERAS_VERSIONS, flatten, is_eager, keras, replaced
+from hvd_keras.runtime.process_sets import ProcessSet
+from hvd_keras.runtime.reductions import Adasum, Average
+from hvd_keras.saving import background
+from hvd_keras.training import fit_state, progress, values, variables
+from hvd_keras.training.fit_state import Backend, Fit, running
+
+_signature = functools.cache(inspect.signature)
+
+
+def fit(
+    backend: Backend, fit_alone: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Replace ``keras.Model.fit``."""
+    signature = _signature(fit_alone)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(agree.within(missing_calls.in_fit, True))
+        if not rank_info.is_initialized():
+            return fit_alone(model, *args, **kwargs)
+        try:
+            bound = signature.bind(model, *args, **kwargs)
+        except TypeError:
+            return fit_alone(model, *args, **kwargs)  # raises an error that says what is wrong
+        _adapt(bound.arguments, backend)
+        # A list, a list of lists, or a CallbackList, whose callbacks are replaced for this fit.
+        given = bound.arguments.get("callbacks")
+        callbacks = flat(given)
+        defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
+        own = _begun(backend, model, callbacks, defaults | bound.arguments)
+        if bound.arguments.get("class_weight") is not None:
+            backend.weigh_classes(bound.arguments)
+        stack.enter_context(agree.within(fit_state.current, own))
+        stack.callback(background.wait)  # at the end, also by an exception, files are written
+        several = own is not None and own.process_set.size() > 1
+        # From here on the stack undoes what this fit changes in the model and its callbacks.
+        # Unchanged order otherwise. A checkpoint has what all other callbacks have changed.
+        runs = sorted(callbacks, key=lambda one: getattr(one, "_hvd_runs_last", False))
+        if passes := backend.repeated(bound.arguments.get("x")):
+            passes.begin_fit()
+            runs = [*runs, keras_callbacks.CountSteps(passes)]
+        if own is not None and several:
+            runs = keras_callbacks.edited(own, runs)
+            process_set = own.process_set
+            _weigh(stack, backend, model, process_set, "train_step")
+            stack.enter_context(keras_callbacks.on_leader_alone(callbacks, process_set, own))
+        if observe.publisher is not None:  # hvdrun shows how far the training is
+            runs = [*runs, progress.Progress(backend.gpu_bytes)]
+        if given is not None and hasattr(given, "callbacks"):  # a CallbackList
+            stack.enter_context(replaced(given, "callbacks", runs))
+            for callback in runs:
+                callback.set_model(model)
+        elif runs != callbacks:
+            bound.arguments["callbacks"] = runs
+        history = fit_alone(*bound.args, **bound.kwargs)
+        if own is not None and several:
+            _end(own)
+        return history
+
+
+def _adapt(arguments: dict[str, Any], backend: Backend) -> None:
+    """Change arguments of ``fit`` whose defaults are for arrays, if x is of ``hvd.data.shard``."""
+    if not backend.passes_of(arguments.get("x")):
+        return
+    arguments.setdefault("shuffle", False)  # Keras warns that it does not shuffle
+    if arguments.get("validation_split"):
+        raise ValueError(
+            "fit: got validation_split with data of hvd.data.shard, from which Keras cannot take a "
+            "part. Split the source: hvd.data.shard((x[:n], y[:n]), …) for training, and "
+            "validation_data=hvd.data.shard((x[n:], y[n:]), …, shuffle=False)."
+        )
+
+
+def _weigh(
+    stack: contextlib.ExitStack, backend: Backend, model: Any, process_set: ProcessSet, method: str
+) -> None:
+    """Weighs the losses of a model's steps, unless its ranks' gradients are no mean of losses."""
+    if division.is_on:
+        return  # automatic mode weighs them in its steps
+    if _can_weigh(model):
+        # A tape is not known yet.
+        averages = {reducer.op for reducer in model_ranks.reducers_of(model)} == {Average}
+        stack.enter_context(backend.weighed(model, process_set, averages, method))
+
+
+def _can_weigh(model: Any) -> bool:
+    reductions = {reducer.op for reducer in model_ranks.reducers_of(model)}
+    return Adasum not in reductions and model_ranks.averages_rows_of(model)
+
+
+def _begun(
+    backend: Backend, model: Any, callbacks: list[Any], arguments: dict[str, Any]
+) -> Fit | None:
+    """Return the ``fit`` that begins; None if this rank trains the model alone."""
+    process_set = _process_set(model, callbacks)
+    # On one rank, only a callback that restores a checkpoint needs the variables so early.
+    early = any(getattr(callback, "_hvd_needs_variables", False) for callback in callbacks)
+    if process_set is None or (process_set.size() == 1 and not early):
+        return None
+    if process_set.size() > 1:
+        backend.check(model)
+        keras_callbacks.refuse(callbacks, model, process_set)
+    return Fit(model, callbacks, arguments, process_set, backend)
+
+
+def _end(own: Fit) -> None:
+    """Wait for the others, so that files that one rank has written are there for all."""
+    if not own.has_begun:
+        raise RuntimeError(
+            f"hvd_keras: fit of Keras {keras.__version__} does not build the model where it "
+            f'did, so the ranks have compared nothing. Run: pip install "{KERAS_VERSIONS}"'
+        )
+    if own.values is None:  # no epoch has begun
+        agree.gather_json("fit has ended", None, own.process_set)
+    else:
+        missing_calls.check_values(own.values, "ended")
+
+
+def evaluate(
+    backend: Backend, evaluate_alone: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Replace ``keras.Model.evaluate``, whose losses are weighed, and ``predict``.
+
+    Callbacks write on the first rank only.
+    """
+    signature = _signature(evaluate_alone)
+    is_predict = "return_dict" not in signature.parameters
+    given = kwargs.get("callbacks")
+    if given is None and args:
+        with contextlib.suppress(TypeError):  # which evaluate raises, too
+            given = signature.bind(model, *args, **kwargs).arguments.get("callbacks")
+    if not rank_info.is_initialized() or (is_predict and given is None):
+        return evaluate_alone(model, *args, **kwargs)
+    callbacks, in_fit = flat(given), hasattr(given, "callbacks")
+    process_set = _process_set(model, callbacks)
+    if process_set is None or process_set.size() == 1:
+        return evaluate_alone(model, *args, **kwargs)
+    with contextlib.ExitStack() as stack:
+        if callbacks and not in_fit:
+            keras_callbacks.refuse(callbacks, model, process_set)
+            stack.enter_context(keras_callbacks.on_leader_alone(callbacks, process_set))
+        for callback in callbacks if not is_predict else ():
+            if keras_callbacks.averages([callback]) and not (in_fit and callback.in_epoch):
+                stack.enter_context(callback.of_evaluate(model))
+        if is_predict or division.is_on or not is_eager():
+            return evaluate_alone(model, *args, **kwargs)
+        _weigh(stack, backend, model, process_set, "test_step")
+        validates = keras_callbacks.averages(callbacks)
+        if in_fit and (own := running(model)):
+            validates = own.validates
+        if validates:
+            stack.enter_context(_validating(backend, model, process_set, in_fit))
+        return evaluate_alone(model, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _validating(
+    backend: Backend, model: Any, process_set: ProcessSet, in_fit: bool
+) -> Iterator[None]:
+    """Weigh the ranks' losses in an ``evaluate`` that all call, perhaps in ``fit``."""
+    own = fit_state.Validation(model, process_set, backend)
+    with agree.within(fit_state.validation, own):
+        handler = getattr(model, "_eval_data_handler", None)  # tf_keras made it in fit
+        if in_fit and handler is not None:
+            _validate(own, handler.inferred_steps)
+        try:
+            yield
+        finally:
+            backend.validate_together(False)
+            if model in fit_state.weighed and not own.is_together:
+                log.warn_once(
+                    "the ranks validate in different numbers of batches, or in an unknown number, "
+                    "so the validation loss is weighed by rows, not by the numbers of valid "
+                    "entries as on one process. Give all ranks the same number of validation "
+                    "batches."
+                )
+
+
+def _validate(own: fit_state.Validation, steps: int | None) -> None:
+    """Weigh the ranks' losses in validation, if each of their steps is one of all."""
+    gathered = agree.gather_json("steps of validation", steps, own.process_set)
+    own.is_together = steps is not None and len(set(gathered)) == 1
+    own.backend.validate_together(own.is_together)
+
+
+def before_callbacks(model: Any, dataset: Any, steps: int | None, iterator: Any = None) -> None:
+    """Do what ``fit`` and ``evaluate`` of a model do first, on these data."""
+    if (own := running(model)) and not own.has_begun:
+        own.has_begun, own.iterator, own.dataset = True, iterator, dataset
+        own.backend.prepare(own, dataset)
+        if own.process_set.size() == 1:
+            own.unbuilt = _why_unbuilt(own) or ""
+        else:
+            _agree(own, dataset, steps)
+            repeats = own.backend.repeats(dataset)
+            sources.check_passes(own.backend.passes_of(dataset), repeats, own.process_set)
+    validation = fit_state.validation.get()
+    if validation is not None and validation.model is model:
+        _validate(validation, steps)
+
+
+def set_params(of_keras: Callable[..., None], bar: Any, params: Any) -> None:
+    """Replace ``keras.callbacks.ProgbarLogger.set_params``: by default one rank has the bar."""
+    of_keras(bar, params)
+    if params.get("verbose") != "auto" or settings.read().verbose_all:
+        return
+    with contextlib.suppress(ValueError):  # this rank is in no set, or the model in several
+        own = running(bar.model)
+        process_set = bar.model and model_ranks.process_set_of(bar.model)
+        process_set = own.process_set if own else process_set
+        if process_set is not None and process_set.rank() > 0:
+            bar.verbose = 0
+
+
+def _why_unbuilt(own: Fit) -> str | None:
+    if own.problem is None or not variables.unbuilt(own.model) - {id(own.model)}:
+        return None
+    return f"{type(own.problem).__name__}: {own.problem}"
+
+
+def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
+    """Compare what must be equal before training; raise a ValueError on all ranks if it is not."""
+    model, process_set = own.model, own.process_set
+    given = own.arguments
+    names = ("batch_size", "epochs", "initial_epoch", "class_weight")
+    described = {name: given[name] for name in names}
+    batch_size = given["batch_size"] or 32  # Keras's default
+    counts = own.backend.COUNTS_ROWS and not division.is_on and _can_weigh(model)
+    described["batch_size"] = None if counts else batch_size
+    description = specs.describe_model(model) | specs.flat(described, "fit")
+    rows = None
+    x_and_y = given.get("x"), given.get("y")
+    # In automatic mode each step compares its rows, which are those of all ranks.
+    is_arrays = division.is_on or all(
+        hasattr(x, "dtype") for x in flatten(x_and_y) if x is not None
+    )
+    # Scripts that average over ranks may give all rows to all of them, in different orders.
+    if (
+        is_arrays
+        and not division.is_on
+        and (model_ranks.averages_rows_of(model) or not given["shuffle"])
+    ):
+        rows = values.row_hashes(x_and_y)
+    # How many rows each of the steps has; None: that is unknown.
+    sizes = [len(flatten(x_and_y)[0]), batch_size] if is_arrays else None
+    if counts and not is_arrays:
+        sizes = own.backend.rows_in_steps(dataset)
+    validates = given["validation_data"] is not None or given["validation_split"]
+    validates = validates and keras_callbacks.averages(own.callbacks)
+    mine = {
+        "unbuilt": _why_unbuilt(own),
+        "mixes": own.mixes,
+        "steps": steps,
+        "sizes": sizes,
+        "rows": rows,
+        "looks at data": not is_arrays and own.backend.can_look_at(dataset),
+        # After which epochs the ranks validate together.
+        "validates every": repr(given["validation_freq"]) if validates else None,
+        **keras_callbacks.describe(own.callbacks),
+    }
+    # One gather of all that callbacks and warnings need; the description of the model follows as a
+    # hash, and in full if hashes differ.
+    gathered = agree.gather_json("fit", mine, process_set)
+    own.unbuilt = agree.by_rank([theirs["unbuilt"] for theirs in gathered], process_set)
+    own.agree(gathered)
+    of_ranks = [theirs["sizes"] for theirs in gathered]
+    counts = counts and (None in of_ranks or any(sizes != of_ranks[0] for sizes in of_ranks))
+    if counts != (model in fit_state.counting_rows):
+        (fit_state.counting_rows.add if counts else fit_state.counting_rows.discard)(model)
+        model.train_function = None  # a step that an earlier fit has traced weighs otherwise
+    specs.check_described("fit compared", description, process_set)
+    by_rank = [theirs["steps"] for theirs in gathered]
+    if None not in by_rank and len(set(by_rank)) > 1:
+        shown = zip(process_set.ranks, by_rank, strict=True)
+        raise ValueError(
+            "the ranks have different numbers of batches per epoch: "
+            f"{', '.join(f'rank {rank} has {number}' for rank, number in shown)}. Each step needs "
+            "all ranks. Give each rank the same number of batches: use hvd.data.shard, or "
+            "steps_per_epoch."
+        )
+    if mixes := next(filter(None, [theirs["mixes"] for theirs in gathered]), ""):
+        missing_calls.tell(
+            f"{mixes} computes a row from other rows of the batch, and each rank has its rows "
+            f"alone, so {process_set.size()} ranks do not train as one process. Compute each row "
+            "from itself, or, in a layer of your own, from those of all ranks: hvd.allgather(x).",
+            process_set,
+        )
+    missing_calls.check_rows([theirs["rows"] for theirs in gathered], process_set)
+
+
+def _process_set(model: Any, callbacks: list[Any]) -> ProcessSet | None:
+    process_set = model_ranks.process_set_of(model)
+    if process_set is None:
+        # A train_step with hvd.DistributedGradientTape is recognised by callbacks of hvd_keras.
+        for callback in callbacks:
+            process_set = getattr(callback, "_hvd_process_set", process_set)
+    return process_set
+
+
+def flat(callbacks: Any) -> list[Any]:
+    """Return the callbacks that ``fit`` has been given, as a list."""
+    if callbacks is None:
+        return []
+    if isinstance(callbacks, (list, tuple)):
+        return [one for part in callbacks for one in flat(part)]
+    return flat(getattr(callbacks, "callbacks", None)) or [callbacks]

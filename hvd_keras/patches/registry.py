@@ -1,0 +1,124 @@
+"""The registry of all changes that hvd_keras makes to classes of Keras.
+
+Each row names a class, the attribute that changes, and the reason. In a job of one rank, and for
+models that no distributed optimizer trains, the changed methods behave as before. docs/design.md
+lists the rows.
+"""
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+import tensorflow.saved_model.experimental
+
+from hvd_keras.compat import legacy_keras
+from hvd_keras.gradients import missing_calls, shards, zero
+from hvd_keras.patches import fit_on_tensorflow, keras_classes, losses, patched_fit
+from hvd_keras.runtime import log
+from hvd_keras.runtime.keras import is_legacy, keras, replace, require
+from hvd_keras.saving import storage
+
+# An owner, its attribute, the reason, and what takes its place and gets the old one first.
+Patch = tuple[Any, str, str, Callable[..., Any]]
+
+
+@functools.cache
+def install() -> None:
+    """Apply all patches, unless they are applied already.
+
+    Raises:
+        RuntimeError: the installed Keras lacks an attribute; the text names versions that have it.
+    """
+    if is_legacy:
+        rows = _legacy_rows()
+    else:
+        rows = _rows()
+        _require_what_is_read()
+    for owner, attribute, reason, _ in rows:
+        require(owner, attribute, reason)
+    # All rows are there, so nothing is left half patched.
+    if is_legacy:
+        keras.optimizers.legacy.Optimizer.build = legacy_keras.build  # which it did not have
+    for owner, attribute, _, new in rows:
+        replace(owner, attribute, new)
+    log.logger.debug("%d attributes of Keras were changed", len(rows))
+
+
+def _require_what_is_read() -> None:
+    """Check attributes that are only read, and whose absence would go unnoticed."""
+    # In TensorFlow 1 a script may still enable eager execution if there is no default graph yet.
+    with contextlib.nullcontext() if tf.executing_eagerly() else tf.Graph().as_default():
+        # With a name, or Keras would number the user's first layer and model as the second; with a
+        # dtype, or Keras would fix the default one, before a script calls set_floatx().
+        layer = keras.layers.Layer(name="hvd_keras", dtype="float32")
+        model = keras.Model(name="hvd_keras", dtype="float32")
+    require(layer, "_seed_generators", "to give each rank its own randomness")
+    require(layer, "_flatten_layers", "to find the layers of a model")
+    require(model, "_initial_epoch", "to continue with the epoch of a checkpoint")
+    require(model, "_compile_metrics", "to compute metrics over all ranks")
+    require(model, "_loss_tracker", "to count samples")
+    require(model, "_get_metrics_result_or_logs", "to compute metrics over all ranks")
+    require(keras.callbacks.ModelCheckpoint, "_save_model", "to write checkpoints on one rank")
+
+
+def _rows() -> list[Patch]:
+    model, layers = keras.Model, keras.layers
+    optimizer, scaled = keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer
+    adagrad, bar = keras.optimizers.Adagrad, keras.callbacks.ProgbarLogger
+    return [
+        (model, "_maybe_symbolic_build", _VARIABLES, fit_on_tensorflow.build),
+        (bar, "set_params", "to show one rank's progress bar by default", patched_fit.set_params),
+        (optimizer, "apply", _NOT_DISTRIBUTED, missing_calls.apply),
+        (optimizer, "add_variable_from_reference", "to divide slots", shards.add_slot),
+        (adagrad, "update_step", "to update rows alone", keras_classes.update_rows),
+        (scaled, "apply", "to exchange gradients early", keras_classes.apply_scaled),
+        (scaled, "save_own_variables", "to write whole slots (shard_state)", zero.save_or_load),
+        (scaled, "load_own_variables", "to read whole slots (shard_state)", zero.save_or_load),
+        (scaled, "check_finite", "to skip a step or none", keras_classes.check_finite),
+        (layers.BatchNormalization, "_moments", _SYNCHRONIZE, keras_classes.moments),
+        (layers.Embedding, "call", "to look up rows alone", keras_classes.look_up),
+        *_common_rows(),
+    ]
+
+
+def _legacy_rows() -> list[Patch]:
+    new, old = keras.optimizers.Optimizer, keras.optimizers.legacy.Optimizer
+    moments = "_sync_calculate_mean_and_var"
+    batch_norm = next(c for c in keras.layers.BatchNormalization.__mro__ if moments in vars(c))
+    data = importlib.import_module("tf_keras.src.engine.data_adapter")
+    return [
+        (data, "get_data_handler", _VARIABLES, fit_on_tensorflow.get_data_handler),
+        (new, "apply_gradients", _NOT_DISTRIBUTED, missing_calls.apply_pairs),
+        (old, "apply_gradients", _NOT_DISTRIBUTED, missing_calls.apply_pairs),
+        (batch_norm, moments, _SYNCHRONIZE, keras_classes.legacy_moments),
+        *_common_rows(),
+    ]
+
+
+_NOT_DISTRIBUTED = "to find optimizers that are not distributed"
+_SYNCHRONIZE = "to synchronize batch normalization between processes"
+_VARIABLES = "to make variables before the first step"
+_WHOLE_FILES = "to replace files only by complete ones"
+_ONE_WRITER = "to write files on one rank alone"
+
+
+def _common_rows() -> list[Patch]:
+    model = keras.Model
+    save, export = (functools.partial(storage.save, folders) for folders in (False, True))
+    evaluate = functools.partial(patched_fit.evaluate, fit_on_tensorflow)
+    fit = functools.partial(patched_fit.fit, fit_on_tensorflow)
+    return [
+        (model, "fit", "to wait for files and to find what differs", fit),
+        (model, "save", _WHOLE_FILES, save),
+        (model, "save_weights", _WHOLE_FILES, save),
+        (model, "export", _WHOLE_FILES, export),
+        # Keras's export imports tensorflow.saved_model, a new module in the place of TensorFlow's
+        # own one: so this file has imported it before.
+        (tensorflow.saved_model, "save", _WHOLE_FILES, export),
+        (model, "evaluate", _ONE_WRITER, evaluate),
+        (model, "predict", _ONE_WRITER, evaluate),
+        (keras.losses.Loss, "__call__", "to weigh the ranks' losses", losses.call),
+    ]

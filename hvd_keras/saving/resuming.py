@@ -1,0 +1,140 @@
+"""Lets a restarted ``fit`` go on within an epoch, as if it had not been interrupted.
+
+Callbacks see none of the batches that the model has seen, the metrics have the sums of these, and
+Keras's own callbacks have the state that they had.
+"""
+
+import collections
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hvd_keras.gradients import shards
+from hvd_keras.runtime.keras import keras
+from hvd_keras.saving import per_rank
+from hvd_keras.saving.per_rank import CALLBACK
+
+if TYPE_CHECKING:
+    from hvd_keras.training.fit_state import Fit
+
+# What these classes change while ``fit`` runs.
+_ATTRIBUTES = {
+    "EarlyStopping": ("best", "best_epoch", "best_weights", "stopped_epoch", "wait"),
+    "ModelCheckpoint": ("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
+    "ReduceLROnPlateau": ("best", "cooldown_counter", "wait"),
+    "TensorBoard": ("_global_test_batch", "_global_train_batch", "_previous_epoch_iterations"),
+}
+
+
+def metric_variables(model: Any) -> list[Any]:
+    """Return the variables of a model's metrics."""
+    found = {id(v): v for metric in model.metrics for v in metric.variables}
+    return list(found.values())
+
+
+def _stateful(callbacks: Sequence[Any]) -> Iterator[tuple[str, str, Any]]:
+    """Yield names, attributes and callbacks of the classes above, alike in each run."""
+    counted: collections.Counter[str] = collections.Counter()
+    for callback in callbacks:
+        for name, attributes in _ATTRIBUTES.items():
+            if isinstance(callback, getattr(keras.callbacks, name)):
+                counted[name] += 1
+                for attribute in attributes:
+                    if hasattr(callback, attribute):
+                        yield f"{name} {counted[name]} {attribute}", attribute, callback
+
+
+def numbers_of(callbacks: Sequence[Any]) -> dict[str, Any]:
+    """Return the state of callbacks, as far as JSON can hold it; of a list of arrays its length."""
+    found = {name: getattr(c, attribute) for name, attribute, c in _stateful(callbacks)}
+    return {
+        name: [len(value)] if isinstance(value, list) else _plain(value)
+        for name, value in found.items()
+    }
+
+
+def arrays_of(callbacks: Sequence[Any], numbers: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return the arrays that ``numbers`` of the first rank counts; empty ones if there are none."""
+    found = {name: getattr(c, attribute) for name, attribute, c in _stateful(callbacks)}
+    pairs = []
+    for name, length in numbers.items():
+        if isinstance(length, list):
+            arrays = found.get(name) or [np.zeros(0, "float32")] * length[0]
+            pairs += [
+                (f"{per_rank.CALLBACK}{name} {i}", np.asarray(a)) for i, a in enumerate(arrays)
+            ]
+    return pairs
+
+
+def set_state(
+    callbacks: Sequence[Any], numbers: dict[str, Any], arrays: Sequence[tuple[str, Any]]
+) -> None:
+    """Give callbacks a state that ``numbers_of`` and ``arrays_of`` have returned."""
+    for name, attribute, callback in _stateful(callbacks):
+        value = numbers.get(name)
+        if isinstance(value, list):
+            mine = [array for path, array in arrays if path.startswith(f"{CALLBACK}{name} ")]
+            value = mine if all(array.size for array in mine) else None
+        if name in numbers:
+            setattr(callback, attribute, value)
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, int) else float(value)
+
+
+class Resuming:
+    """Passes over the batches of an epoch that the model has seen, for this ``fit``.
+
+    It reads them, unless the data begin behind them.
+
+    What other callbacks do when the epoch begins is undone in the model: the epoch began before.
+
+    Args:
+        fit: whose epoch goes on.
+        own: the variables of the training, as restored.
+        batches: how many the model has seen.
+        reads: whether the data begin before them.
+        metrics: the values of the metrics' variables; none if they cannot be restored.
+    """
+
+    def __init__(
+        self, fit: "Fit", own: list[Any], batches: int, reads: bool, metrics: Sequence[Any]
+    ) -> None:
+        self.batches, self.passed = batches, 0
+        self._model, self._reads, self._metrics = fit.model, reads, metrics
+        self._own = shards.without(own)  # a copy of the tables might not fit
+        self._values = [np.asarray(variable).copy() for variable in self._own]
+        self._random = per_rank.random_state()
+        self._iterator = fit.iterator
+        # Keras 3.6 has the second one alone.
+        names = "_enumerate_iterator", "enumerate_epoch"
+        self._name = next(name for name in names if hasattr(self._iterator, name))
+        self._enumerate = getattr(self._iterator, self._name)
+        vars(self._iterator)[self._name] = self._rest
+
+    def _rest(self) -> Iterator[Any]:
+        del vars(self._iterator)[self._name]  # later epochs are whole
+        at_once = self._model.steps_per_execution
+        for found in self._enumerate():
+            if self.passed >= self.batches:
+                yield found
+                continue
+            # A list has batches that are read already, on PyTorch.
+            if self._reads and not isinstance(found[-1], list):
+                if next(found[-1], None) is None:
+                    return  # the data have ended
+                for _ in range(1, at_once):
+                    next(found[-1], None)
+            self.passed += at_once
+
+    def put_back(self) -> None:
+        """Undo what callbacks have done when the epoch began, and what resets the metrics."""
+        for variable, value in zip(self._own, self._values, strict=True):
+            variable.assign(value)
+        per_rank.set_random_state(self._random)
+        if self._metrics:
+            pairs = zip(metric_variables(self._model), self._metrics, strict=True)
+            for variable, value in pairs:
+                variable.assign(value)

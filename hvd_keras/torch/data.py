@@ -1,0 +1,357 @@
+"""``hvd.data`` on PyTorch: this rank's batches of a source that every rank has as a whole."""
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+import hvd_keras
+from hvd_keras.data import reading, sources
+from hvd_keras.data import row_files as of_files
+from hvd_keras.data.row_files import files as files
+from hvd_keras.data.sources import Passes, Source
+from hvd_keras.data.split import Split, order
+from hvd_keras.runtime import agree
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
+
+__all__ = ["agree_on_steps", "files", "shard"]
+
+
+def shard(
+    source: Any,
+    *,
+    batch_size: int | None = None,
+    shuffle: bool | int | None = None,
+    seed: int = 0,
+    start_epoch: int = 0,
+    uneven: str | None = None,
+    evaluation: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return this rank's batches of a source that every rank has as a whole.
+
+    Rows and their order are those of ``hvd.data.shard`` on TensorFlow: N ranks train like one
+    process with batches of N * batch_size rows.
+
+    Args:
+        source: the same on every rank; one of
+
+            - arrays or tensors ``x``, ``(x, y)`` or ``(x, y, sample_weight)``, nested as for
+              ``fit``. Floating-point ones become ``floatx()``.
+            - a ``torch.utils.data.DataLoader`` with a batch_size: its batches are one rank's. Its
+              dataset, sampler, collate_fn and workers are used. A sampler of your own is run on
+              each rank, with torch's random generators seeded by ``seed`` and the epoch's number.
+            - a ``torch.utils.data.Dataset``, or another object with a length and rows by number.
+            - a ``keras.utils.PyDataset``, a ``tf.data.Dataset``, and Parquet files from
+              ``hvd.data.files``, as on TensorFlow.
+        batch_size: rows per rank and step; not for a DataLoader and a PyDataset.
+        shuffle: whether to shuffle each epoch anew, by ``seed`` and the epoch's number. Default:
+            as a DataLoader's sampler does; else True.
+        seed, start_epoch, uneven, evaluation, process_set: as on TensorFlow. The default of
+            ``uneven`` is "trim" for a DataLoader with drop_last=True, and else "share".
+
+    Returns:
+        A ``torch.utils.data.DataLoader`` for ``fit``; each iteration is an epoch.
+
+    Raises:
+        NotImplementedError: (on all ranks) the source cannot be read by row numbers.
+        ValueError: (on all ranks) the ranks' sources or arguments differ, or cannot be used.
+    """
+    options = {name: value for name, value in locals().items() if name != "source"}
+    process_set.check_included("data.shard")
+    source = of_files.opened(source, _refuse_records, process_set)
+    tf: Any = sys.modules.get("tensorflow")
+    if tf is not None and isinstance(source, tf.data.Dataset):
+        stream = _Stream(source, options)
+        loader = DataLoader(stream, batch_size=None, collate_fn=_same)
+        loader.passes = stream.passes
+        return loader
+    mode = uneven or ("trim" if getattr(source, "drop_last", False) else "share")
+    split = Split(process_set.rank(), process_set.size(), mode, evaluation)
+
+    def look() -> tuple[reading.Reader, Any, dict[str, Any]]:
+        sources.check_arguments(batch_size, seed, start_epoch, uneven)
+        return _open(source, batch_size, shuffle, seed, split)
+
+    reader, spec, loading = agree.on_all_ranks("hvd.data.shard", look, process_set)
+    described = reader.description, reader.is_shuffled, None, reader.unit
+    rows = Source(spec, *reader.numbers(), *described)
+    given = f"{shuffle=}, {seed=}, {start_epoch=}, {uneven=}, {evaluation=}"
+    sources.check_source(rows, given, split, uneven, shuffle is False, process_set)
+    return Loader(reader, Passes(start_epoch, None, rows, split), seed, **loading)
+
+
+def _refuse_records(paths: list[str], *_: Any) -> Any:
+    raise NotImplementedError(
+        f"hvd.data.files: got {paths[0]}, expected .parquet files: TFRecord files need Keras on "
+        "TensorFlow. Write the rows with pyarrow.parquet, or give hvd.data.shard a Dataset of them."
+    )
+
+
+def agree_on_steps(
+    source: Any, *, uneven: str = "trim", process_set: ProcessSet = global_process_set
+) -> int:
+    """Do what it does on TensorFlow; ``source`` may be a ``torch.utils.data.DataLoader``."""
+
+    def length(source: Any) -> Any:
+        return len(source) if isinstance(source, DataLoader) else source
+
+    return sources.steps(source, length, "a DataLoader", uneven, process_set)
+
+
+def _open(
+    source: Any, batch_size: int | None, shuffle: Any, seed: int, split: Split
+) -> tuple[reading.Reader, Any, dict[str, Any]]:
+    """Return what reads a source, the description of a row, and how a ``Loader`` loads it."""
+    everything = shuffle is None or bool(shuffle)
+    if isinstance(source, (keras.utils.PyDataset, DataLoader)) and batch_size is not None:
+        raise ValueError(f"{batch_size=}, expected none for a {type(source).__name__}.")
+    if isinstance(source, keras.utils.PyDataset):
+        first = reading.with_tuples(reading.first_batch(source))
+        flatten = keras.tree.flatten
+        reader = reading.pydataset_reader(source, first, flatten, everything, seed, split)
+        return reader, _spec(first), {"pack": functools.partial(_packed, first)}
+    if isinstance(source, DataLoader):
+        return _of_loader(source, shuffle, seed, split)
+    if batch_size is None:
+        raise ValueError("batch_size=None, expected rows per rank and step.")
+    if isinstance(source, of_files.Opened):
+        reader = of_files.reader(source, batch_size, shuffle, seed, split)
+        pack = functools.partial(_mapped, source)
+        sample = pack(reader.read(0, 0)[0])
+        return reader, _spec(sample), {"pack": pack}
+    is_nest = isinstance(source, (list, tuple, dict)) or hasattr(source, "__array__")
+    if not is_nest and hasattr(source, "__len__") and hasattr(source, "__getitem__"):
+        kinds: Any = torch.utils.data.RandomSampler, torch.utils.data.SequentialSampler
+        sampler = kinds[0 if everything else 1](source)
+        loader = DataLoader(source, batch_size, sampler=sampler)
+        return _of_loader(loader, shuffle, seed, split)
+    source = reading.with_tuples(source)
+    parts = reading.parts_of(_arrays(source), list)
+    reader = reading.arrays_reader(parts, batch_size, everything, seed, split)
+    return reader, _spec(source), {"pack": functools.partial(_packed, source)}
+
+
+_OR_EACH_ITS_OWN = "or give each rank its own rows, and fit hvd.data.agree_on_steps(steps)."
+
+
+def _array(part: Any) -> Any:
+    if isinstance(part, torch.Tensor):
+        return keras.ops.convert_to_numpy(part)
+    if not hasattr(part, "__array__"):
+        raise NotImplementedError(
+            f"got a {type(part).__name__}, expected arrays, tensors, or a source with rows by "
+            f"number. Make a map-style torch.utils.data.Dataset of it, {_OR_EACH_ITS_OWN}"
+        )
+    return np.asarray(part)
+
+
+def _arrays(nested: Any) -> list[Any]:
+    return list(map(_array, keras.tree.flatten(nested)))
+
+
+def _spec(source: Any) -> Any:
+    found = [f"{part.dtype}{[*part.shape[1:]]}" for part in _arrays(source)]
+    return keras.tree.pack_sequence_as(source, found)
+
+
+def _tensor(part: Any) -> Any:
+    part = np.asarray(part)
+    if part.dtype.kind in "OUS":  # text
+        return part
+    return torch.from_numpy(np.require(part, None, ["C", "W"]))  # this rank's alone
+
+
+def _packed(like: Any, parts: list[Any]) -> Any:
+    return keras.tree.pack_sequence_as(like, list(map(_tensor, parts)))
+
+
+def _mapped(source: of_files.Opened, parts: list[Any]) -> Any:
+    """Return what ``map`` makes of the columns of a batch, which seeds may follow."""
+    columns, seeds = (parts[:-1], parts[-1:]) if source.seeds else (parts, [])
+    batch = keras.tree.map_structure(_tensor, source.rows.read(columns))
+    return source.map(batch, *map(_tensor, seeds)) if source.map is not None else batch
+
+
+def _of_loader(
+    loader: DataLoader, shuffle: bool | None, seed: int, split: Split
+) -> tuple[reading.Reader, Any, dict[str, Any]]:
+    dataset, sampler, kinds = loader.dataset, loader.sampler, torch.utils.data
+    if isinstance(dataset, kinds.IterableDataset) or loader.batch_size is None:
+        raise NotImplementedError(
+            "got a DataLoader of an IterableDataset or with a batch_sampler, whose rows have no "
+            f"numbers that ranks could share. Use a map-style dataset with batch_size, "
+            f"{_OR_EACH_ITS_OWN}"
+        )
+    if isinstance(sampler, kinds.DistributedSampler):
+        raise ValueError(
+            "the DataLoader's DistributedSampler gives each rank a part already, and "
+            "hvd.data.shard needs the whole: leave the sampler out, DataLoader(dataset, "
+            "batch_size, shuffle=True)."
+        )
+    shuffles = isinstance(sampler, kinds.RandomSampler)
+    has_all = not getattr(sampler, "replacement", False) and len(sampler) == len(dataset)
+    if has_all and (shuffles or isinstance(sampler, kinds.SequentialSampler)):
+        is_shuffled, length = shuffles if shuffle is None else shuffle, len(dataset)
+        order_of: Callable[[int], Any] = functools.partial(order, length, is_shuffled, seed)
+        drawn = ""
+    else:
+        if shuffle is not None:
+            raise ValueError(f"{shuffle=}, expected none: the DataLoader's sampler decides.")
+        is_shuffled, length = True, len(_drawn(sampler, seed, 0))
+        order_of = functools.lru_cache(2)(functools.partial(_drawn_again, sampler, length, seed))
+        drawn = f", order {reading.digest([order_of(0)])}"
+    if not length:
+        raise ValueError("the DataLoader has no rows.")
+    row = loader.collate_fn([dataset[int(order_of(0)[0])]])
+    spec, size = _spec(row), loader.batch_size
+    sample = f"sample {reading.digest(reading.y_of(row, _arrays))}{drawn}"
+    reader = reading.numbered_rows_reader(
+        lambda rows: rows, order_of, length, size, split, sample, is_shuffled
+    )
+    names = ["num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"]
+    names += ["prefetch_factor", "persistent_workers"] if loader.num_workers else []
+    pack = functools.partial(_fetched, dataset, loader.collate_fn)
+    return reader, spec, {"pack": pack, **{name: getattr(loader, name) for name in names}}
+
+
+def _drawn(sampler: Any, seed: int, epoch: int) -> Any:
+    """Return the row numbers of a sampler in an epoch, which torch's generators decide."""
+    mixed = _mix(seed, epoch)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(mixed)
+        if getattr(sampler, "generator", None) is not None:
+            sampler.generator.manual_seed(mixed)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        return np.fromiter(sampler, np.int64)
+
+
+def _drawn_again(sampler: Any, length: int, seed: int, epoch: int) -> Any:
+    found = _drawn(sampler, seed, epoch)
+    if len(found) != length or not np.array_equal(found, _drawn(sampler, seed, epoch)):
+        raise ValueError(
+            f"the sampler {type(sampler).__name__} gives other rows each time, so the ranks would "
+            "have different ones. Let it draw by torch's global generator or by its attribute "
+            "`generator`, which hvd.data.shard seeds, and always equally many."
+        )
+    return found
+
+
+def _mix(*numbers: int) -> int:
+    return int(np.random.default_rng(numbers).integers(2**31 - 1))
+
+
+def _fetched(dataset: Any, collate: Any, numbers: Any) -> Any:
+    """Return a batch of row numbers; called where a DataLoader's workers run."""
+    rows = list(map(int, numbers))
+    if hasattr(dataset, "__getitems__"):
+        return collate(dataset.__getitems__(rows))
+    return collate([dataset[row] for row in rows])
+
+
+class _Batches(torch.utils.data.Dataset):  # type: ignore[misc]
+    """Batches, by what a reader has read for them."""
+
+    def __init__(self, pack: Callable[[Any], Any], pads: bool, steps: int) -> None:
+        self._pack, self._pads, self._steps = pack, pads, steps
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __getitem__(self, read: tuple[Any, Any]) -> Any:
+        parts, weights = read
+        data = self._pack(parts)
+        return _weighed(data, torch.from_numpy(weights)) if self._pads else data
+
+
+def _weighed(data: Any, factors: torch.Tensor) -> Any:
+    """Add sample weights: ``factors``, times the data's own weights."""
+    x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+
+    def weigh(own: torch.Tensor) -> torch.Tensor:
+        return own.to(factors.dtype) * factors.reshape([-1] + [1] * (own.dim() - 1))
+
+    return x, y, factors if weights is None else keras.tree.map_structure(weigh, weights)
+
+
+class _Steps(torch.utils.data.Sampler):  # type: ignore[misc]
+    """What a reader reads in the steps of a pass."""
+
+    def __init__(self, reader: reading.Reader, passes: Passes) -> None:
+        self._reader, self._passes = reader, passes
+
+    def __len__(self) -> int:
+        return self._passes.source.steps
+
+    def __iter__(self) -> Iterator[Any]:
+        # Keras looks at a batch to build a model; that is no epoch.
+        is_look = agree.is_building.get()
+        epoch, row = (self._passes.next, 0) if is_look else self._passes.begin()
+        yield from self._reader.steps(epoch, row)
+
+
+class Loader(DataLoader):  # type: ignore[misc]
+    """What ``fit`` takes: it neither shuffles nor divides a DataLoader."""
+
+    def __init__(
+        self, reader: reading.Reader, passes: Passes, seed: int, pack: Any, **options: Any
+    ) -> None:
+        batches = _Batches(pack, reader.split.uneven == "pad", passes.source.steps)
+        options |= {"sampler": _Steps(reader, passes), "generator": torch.Generator()}
+        super().__init__(batches, batch_size=None, collate_fn=_same, **options)
+        self.passes, self._seed, self._unread = passes, seed, 0
+
+    def seek(self, row: int) -> int:
+        """Let the next pass begin at ``row``; return the steps before, which yield nothing."""
+        self._unread = self.passes.seek(row)
+        return self._unread
+
+    def __iter__(self) -> Iterator[Any]:
+        unread = 0
+        if not agree.is_building.get():
+            unread, self._unread = self._unread, 0
+        yield from [None] * unread
+        if unread < len(self):
+            # Of the workers, whose random numbers are this rank's, and the same in a rerun.
+            self.generator.manual_seed(_mix(self._seed, self.passes.next, self.passes.split.rank))
+            yield from super().__iter__()
+
+
+class _Stream(torch.utils.data.IterableDataset):  # type: ignore[misc]
+    """The batches of a sharded ``tf.data.Dataset``."""
+
+    def __init__(self, source: Any, options: dict[str, Any]) -> None:
+        data = importlib.import_module("hvd_keras.data")
+        hvd_keras.data = sys.modules[__name__]  # what the import has replaced
+        self._batches = data.shard(source, **options)
+        (self.passes,) = data.passes_of(self._batches)
+        self._sample()  # refuses what torch has no tensors for
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        if agree.is_building.get():  # which is no pass
+            yield self._sample()
+            return
+        for batch in self._batches:
+            yield keras.tree.map_structure(_tensor, batch)
+
+    def _sample(self) -> Any:
+        def zeros(spec: Any) -> Any:
+            if type(spec).__name__ != "TensorSpec" or spec.shape.rank is None:
+                raise NotImplementedError(f"got {spec}, expected dense tensors of a known rank.")
+            return _tensor(np.zeros([n or 1 for n in spec.shape], spec.dtype.as_numpy_dtype))
+
+        return keras.tree.map_structure(zeros, self._batches.element_spec)
+
+
+def _same(data: Any) -> Any:
+    return data

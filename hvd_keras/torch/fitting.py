@@ -1,0 +1,177 @@
+"""What ``init`` changes in Keras on PyTorch, and ``training.fit_state.Backend`` there."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+
+from hvd_keras.data.sources import Passes
+from hvd_keras.gradients import missing_calls
+from hvd_keras.gradients.model_ranks import process_set_of, reducer_of, reducers_of
+from hvd_keras.patches import patched_fit
+from hvd_keras.runtime import agree, rank_info
+from hvd_keras.runtime.keras import replace, require
+from hvd_keras.runtime.reductions import Average
+from hvd_keras.saving import storage
+from hvd_keras.torch import losses
+from hvd_keras.torch.losses import weighed
+from hvd_keras.training.fit_state import Backend, Fit, running
+
+
+@functools.cache
+def install(backend: Backend) -> None:
+    """Replace what is needed; ``backend`` is this module. RuntimeError if Keras lacks any of it."""
+    model, optimizers = keras.Model, keras.optimizers
+    evaluate = functools.partial(patched_fit.evaluate, backend)
+    save = functools.partial(storage.save, False)
+    rows: list[tuple[Any, str, Callable[..., Any]]] = [
+        (model, "fit", functools.partial(patched_fit.fit, backend)),
+        (model, "evaluate", evaluate),
+        (model, "predict", evaluate),
+        (model, "train_on_batch", _train_on_batch),
+        (model, "_symbolic_build", _build),
+        (model, "save", save),
+        (model, "save_weights", save),
+        (keras.callbacks.ProgbarLogger, "set_params", patched_fit.set_params),
+        (optimizers.Optimizer, "apply", missing_calls.apply),
+        (optimizers.LossScaleOptimizer, "apply", _apply_scaled),
+        (optimizers.LossScaleOptimizer, "check_finite", _check_finite),
+        (keras.losses.Loss, "__call__", losses.call),
+    ]
+    for owner, attribute, new in rows:
+        require(owner, attribute, "to train on several ranks")
+        replace(owner, attribute, new)
+
+
+def _apply_scaled(
+    apply: Callable[..., Any], scaled: Any, grads: Any, trainable_variables: Any = None
+) -> None:
+    reducer: Any = reducer_of(scaled)
+    several = reducer is not None and reducer.process_set.size() > 1
+    # Accumulated gradients are exchanged once per update.
+    if several and not scaled.inner_optimizer.gradient_accumulation_steps:
+        if not scaled.built:
+            scaled.build(trainable_variables)
+        reducer.apply_scaled(functools.partial(apply, scaled), grads, trainable_variables)
+    else:
+        apply(scaled, grads, trainable_variables)
+
+
+def _check_finite(local_check: Callable[..., Any], scaled: Any, grads: Any) -> Any:
+    """All ranks skip a step, or none, also where they accumulate gradients."""
+    finite, reducer = local_check(scaled, grads), reducer_of(scaled)
+    accumulates = scaled.inner_optimizer.gradient_accumulation_steps
+    if reducer is None or reducer.process_set.size() == 1 or not accumulates:
+        return finite
+    call: dict[str, Any] = {"process_set": reducer.process_set.id(), "reduction": "Min"}
+    mine = np.array([bool(finite)])
+    (everywhere,) = agree.run("allreduce", [mine], name="gradients are finite", **call)
+    return torch.tensor(bool(everywhere[0]))
+
+
+def _build(
+    of_keras: Callable[..., Any], model: Any, iterator: Any = None, data_batch: Any = None
+) -> None:
+    with agree.within(agree.is_building, True):
+        of_keras(model, iterator=iterator, data_batch=data_batch)
+    if iterator is not None:
+        own = running(model)
+        source = own and own.arguments["x"]
+        patched_fit.before_callbacks(model, source, iterator.num_batches, iterator)
+
+
+def _train_on_batch(train: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    process_set = process_set_of(model) if rank_info.is_initialized() else None
+    if process_set is None or process_set.size() == 1:
+        return train(model, *args, **kwargs)
+    check(model)
+    averages = all(reducer.op is Average for reducer in reducers_of(model))
+    with weighed(model, process_set, averages, "train_step"):
+        return train(model, *args, **kwargs)
+
+
+class Seed:
+    """The seed of torch's own generator, as ``hooks.variables`` handles states."""
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return np.array([torch.initial_seed()], np.uint64)
+
+    def assign(self, state: Any) -> None:
+        """Seed it anew."""
+        torch.manual_seed(int(state[0]))
+
+
+# ``training.fit_state.Backend``.
+
+COUNTS_ROWS = False
+
+
+def rows_in_steps(source: Any) -> None:
+    """Return None: it is not asked for."""
+
+
+def check(model: Any) -> None:
+    """Let a compiled step leave out the exchange, which waits for other ranks."""
+    if model.jit_compile:
+        reducers: list[Any] = reducers_of(model)
+        for reducer in reducers:
+            reducer.leave_uncompiled()
+
+
+def passes_of(source: Any) -> list[Passes]:
+    """Return the passes over data of ``hvd.data.shard``."""
+    return [source.passes] if hasattr(source, "passes") else []
+
+
+def repeats(source: Any) -> bool:
+    """Return False: a pass begins where ``fit`` begins it."""
+    return False
+
+
+def repeated(source: Any) -> None:
+    """Return None: nothing reads ahead."""
+
+
+def prepare(own: Fit, source: Any) -> None:
+    """Find the passes over the data; Keras has created the variables."""
+    own.passes = passes_of(source)
+    seeks = hasattr(source, "seek") and own.arguments["steps_per_epoch"] is None
+    own.seekable = source if own.passes and seeks else None
+
+
+def build_metrics(own: Fit) -> None:
+    """Nothing: Keras has created their variables."""
+
+
+def weigh_classes(arguments: dict[str, Any]) -> None:
+    """Do nothing: Keras refuses ``class_weight`` with a DataLoader."""
+
+
+def can_look_at(source: Any) -> bool:
+    """Whether ``pass_first_batch`` can pass the batches of a source."""
+    return True
+
+
+def pass_first_batch(model: Any, look: Callable[[Any], None]) -> None:
+    """Let a function see the batch that the next step gets."""
+    train_function = model.train_function
+
+    def with_a_look(data: Any) -> Any:
+        model.train_function = train_function  # for all later steps
+        look(keras.tree.map_structure(lambda part: getattr(part, "cpu", lambda: part)(), data[0]))
+        return train_function(data)
+
+    model.train_function = with_a_look
+
+
+def gpu_bytes() -> int | None:
+    """Return how much memory of its GPU is in use; None without a GPU."""
+    free, total = torch.cuda.mem_get_info() if torch.cuda.is_initialized() else (0, 0)
+    return total - free or None
+
+
+def validate_together(everywhere: bool) -> None:
+    """Nothing: a step is not compiled before it knows."""

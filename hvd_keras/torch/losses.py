@@ -1,0 +1,117 @@
+"""Weighs each rank's loss, as ``hooks.losses`` does and says, on torch's tensors."""
+
+import contextvars
+import dataclasses
+import math
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvd_keras.gradients import missing_calls
+from hvd_keras.runtime import agree, log, rank_info
+from hvd_keras.runtime.keras import call_loss, divisors
+from hvd_keras.runtime.process_sets import ProcessSet
+from hvd_keras.training import fit_state
+
+
+@dataclasses.dataclass(frozen=True)
+class Weighing:
+    """The losses of a model that several ranks train."""
+
+    model: Any
+    process_set: ProcessSet
+    averages: bool  # gradients are averaged, not summed
+    validates: bool
+
+    def is_exact(self) -> bool:
+        """Whether all ranks take this step."""
+        validation = fit_state.validation.get()
+        return not self.validates or bool(validation and validation.is_together)
+
+
+_weighing: contextvars.ContextVar[Weighing | None] = contextvars.ContextVar("losses", default=None)
+
+
+def weighed(
+    model: Any, process_set: ProcessSet, averages: bool, method: str
+) -> AbstractContextManager[None]:
+    """Weigh the losses of a model's steps: of ``method``, train_step or test_step."""
+    return agree.within(_weighing, Weighing(model, process_set, averages, method == "test_step"))
+
+
+def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+    """Replace ``keras.losses.Loss.__call__``, which every loss and every output calls."""
+    own = _weighing.get()
+    # Keras computes shapes on a device without values.
+    if getattr(getattr(y_pred, "device", None), "type", "meta") == "meta":
+        return loss_call(loss, y_true, y_pred, sample_weight)
+    if own is None:
+        is_loop = rank_info.is_initialized() and not missing_calls.in_fit.get()
+        if not is_loop or rank_info.size() == 1 or not torch.is_grad_enabled():
+            return loss_call(loss, y_true, y_pred, sample_weight)
+    with agree.within(_weighing, None):  # a loss may compute others
+        value, values = call_loss(loss, loss_call, y_true, y_pred, sample_weight)
+    if own is None:
+        _note_unweighed(loss, values, y_pred, sample_weight)
+        return value
+    return _weigh(own, loss, value, values, y_pred, sample_weight)
+
+
+def _note_unweighed(loss: Any, values: Any, y_pred: Any, sample_weight: Any) -> None:
+    if loss.reduction in (None, "none", "sum"):
+        how = "is summed, not averaged, over the rows"
+    elif values is not None and values.dim() and divisors(loss, values, y_pred, sample_weight):
+        how = "is divided by a number that differs by rank, such as that of entries behind a mask"
+    else:
+        return
+    missing_calls.warn_if_averaged(
+        f"the loss {loss.name} {how}, so the mean of the ranks' gradients is not that of one "
+        "process. fit and train_on_batch weigh it; a loop of your own does not: use "
+        "reduction='sum_over_batch_size' without masks, or hvd.DistributedOptimizer(…, op=hvd.Sum) "
+        "and divide by numbers over all ranks."
+    )
+
+
+def _weigh(
+    own: Weighing, loss: Any, value: Any, values: Any, y_pred: Any, sample_weight: Any
+) -> Any:
+    reduction, size = loss.reduction, own.process_set.size()
+    if reduction in (None, "none") and not own.validates:
+        raise NotImplementedError(
+            f"loss {loss.name} has reduction={reduction!r}, which hvd_keras does not distribute on "
+            "PyTorch. Use sum_over_batch_size or sum."
+        )
+    if reduction == "sum":
+        return value * size if own.averages and own.is_exact() else value
+    if values is not None and not values.dim():
+        log.warn_once(
+            f"the loss {loss.name} is one number for a batch. If it is no mean over the batch's "
+            "rows, the mean of the ranks' losses is not the loss that one process has."
+        )
+        return value
+    weights = divisors(loss, values, y_pred, sample_weight) if values is not None else []
+    if own.validates and weights:
+        fit_state.weighed.add(own.model)
+    if not weights or not own.is_exact():
+        return value
+    shape = values.shape
+    # Gradients of all ranks count alike; in validation a rank's loss counts by its rows.
+    rows = len(y_pred) if own.validates else 1
+    mine = np.array([float(math.prod(_fit(w, shape) for w in weights).sum()), rows])
+    call = {"name": f"weight of loss {loss.name}", "process_set": own.process_set.id()}
+    (total,) = agree.run("allreduce", [mine], reduction="Sum", **call)
+    # This rank's share of the entries over its share of the rows, which is 1 / N in training.
+    share = mine / np.maximum(total, np.finfo(float).tiny)
+    return value * float(share[0] / share[1])
+
+
+def _fit(weight: torch.Tensor, shape: Any) -> torch.Tensor:
+    """Bring a mask or weights to the shape of the loss's values, as Keras does."""
+    weight = torch.as_tensor(weight).to(torch.float64)
+    if weight.dim() == len(shape) + 1 and weight.shape[-1] == 1:
+        weight = weight.squeeze(-1)
+    while weight.dim() < len(shape):
+        weight = weight.unsqueeze(-1)
+    return weight.expand(shape)

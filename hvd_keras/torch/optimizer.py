@@ -1,0 +1,331 @@
+"""``DistributedOptimizer`` on PyTorch: one process's optimizer, fed with the gradients of all."""
+
+import functools
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+
+from hvd_keras.gradients import buckets, missing_calls, specs
+from hvd_keras.runtime import agree, rank_info, settings
+from hvd_keras.runtime.keras import innermost, replaced
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
+from hvd_keras.runtime.reductions import Average, Max, ReduceOp, check_of_gradients
+from hvd_keras.torch.collectives import Compression, Exchange, all_checked, check_compression
+
+_kind = operator.attrgetter("shape", "dtype", "device")
+
+
+def DistributedOptimizer(  # noqa: N802 (Horovod's name)
+    optimizer: keras.optimizers.Optimizer,
+    name: str | None = None,
+    *,
+    compression: str = Compression.none,
+    gradient_predivide_factor: float = 1.0,
+    op: ReduceOp = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    process_set: ProcessSet = global_process_set,
+    **others: Any,
+) -> keras.optimizers.Optimizer:
+    """Make a Keras optimizer apply the gradients of all ranks.
+
+    Each update first averages the gradients over the ranks, after local gradient accumulation and
+    before clipping, weight decay and moving averages. The optimizer itself is changed and returned:
+    its class, its configuration and its state stay what they were.
+
+    Args:
+        optimizer: any ``keras.optimizers.Optimizer``.
+        name, compression, gradient_predivide_factor, op, backward_passes_per_step,
+            average_aggregated_gradients, process_set: as on TensorFlow.
+        others: those of TensorFlow's that are at their defaults.
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        NotImplementedError: an argument needs Keras on TensorFlow.
+        TypeError: ``optimizer`` is none of Keras, or ``compression`` of another type.
+        ValueError: it is distributed already, or an argument is impossible; and in the first step,
+            on every rank, if the ranks' models differ.
+    """
+    rank_info.rank()  # says so, if init() was not called
+    given = {key: value for key, value in others.items() if value != _DEFAULTS.get(key, ...)}
+    if given:
+        raise NotImplementedError(
+            f"hvd.DistributedOptimizer: got {', '.join(given)}, which need Keras on TensorFlow. "
+            "Leave them out."
+        )
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            f"hvd.DistributedOptimizer: got {optimizer!r}, expected a keras.optimizers.Optimizer, "
+            "such as keras.optimizers.Adam(); one of torch.optim trains no Keras model in fit."
+        )
+    outermost, optimizer = optimizer, innermost(optimizer)
+    if hasattr(optimizer, "_hvd_reducer"):
+        raise ValueError(
+            f"hvd.DistributedOptimizer: this {type(optimizer).__name__} is distributed already. "
+            "Wrap an optimizer once."
+        )
+    process_set.check_included("DistributedOptimizer")
+    check_of_gradients(op, gradient_predivide_factor)
+    check_compression(compression)
+    passes = backward_passes_per_step
+    if not isinstance(passes, int) or passes < 1:
+        raise ValueError(f"backward_passes_per_step is {passes!r}, expected a positive integer.")
+    if passes > 1:
+        if optimizer.gradient_accumulation_steps or optimizer.built:
+            raise ValueError(
+                f"backward_passes_per_step is {passes}, but this {type(optimizer).__name__} is "
+                "built or accumulates already. Set gradient_accumulation_steps when you make it."
+            )
+        optimizer.gradient_accumulation_steps = passes
+    factor = gradient_predivide_factor
+    call: dict[str, Any] = {"reduction": op.value, "wire": compression}
+    call |= {"process_set": process_set.id(), "prescale": 1 / factor, "postscale": factor}
+    name = name or specs.next_name(process_set)
+    local_sum = 1 if average_aggregated_gradients else passes
+    Reducer(optimizer, name, process_set, local_sum, op, call)
+    return outermost
+
+
+# Of the arguments that TensorFlow's has besides.
+_DEFAULTS: dict[str, Any] = {
+    **{"device_dense": "", "device_sparse": "", "sparse_as_dense": False, "num_groups": 0},
+    **{"groups": None, "scale_local_gradients": True, "shard_state": False},
+}
+
+
+class Ahead:
+    """Sends each bucket of gradients once it is computed, while others still are.
+
+    Every bucket that is sent on one rank is sent once on all, at the latest in ``results``.
+
+    Args:
+        values: of the variables, in the order of the optimizer, the same on all ranks.
+        send: a method that begins to exchange a bucket's gradients, given by numbers and values.
+    """
+
+    def __init__(
+        self, values: Sequence[torch.Tensor], send: Callable[[list[int], list[Any]], Any]
+    ) -> None:
+        self._values = values
+        # Hooks live as long as variables, which may get another optimizer.
+        self._sender = weakref.WeakMethod(send)
+        order = list(reversed(range(len(values))))  # backpropagation makes the last first
+        sizes = [values[i].nbytes for i in order]
+        filled = buckets.fill(sizes, settings.read().bucket_bytes)
+        self._buckets = [[order[k] for k in bucket] for bucket in filled]
+        self.sent: dict[int, Any] = {}  # requests, by bucket
+        self._is_stale = False  # a gradient has changed since it was sent
+        self._given: dict[int, Any] = {}  # the states of what was sent, by variable
+        self._awaited = list(map(set, self._buckets))
+        self._hooks = [
+            values[i].register_post_accumulate_grad_hook(functools.partial(self._see, number, i))
+            for number, bucket in enumerate(self._buckets)
+            for i in bucket
+        ]
+
+    def _see(self, number: int, i: int, _: Any) -> None:
+        if self._sender() is None:
+            self.remove()
+            return
+        self._is_stale |= number in self.sent  # computed again before the update
+        self._awaited[number].discard(i)
+        if not self._is_stale and not self._awaited[number]:
+            mine = {k: self._values[k].grad for k in self._buckets[number]}
+            self._given |= {k: _state(gradient) for k, gradient in mine.items()}
+            self._send(number, list(mine.values()))
+
+    def _send(self, number: int, gradients: list[Any]) -> None:
+        send = self._sender()
+        assert send is not None  # an optimizer calls, or it was asked for before
+        self.sent[number] = send(self._buckets[number], gradients)
+
+    def differs(self, gradients: Sequence[Any]) -> bool:
+        """Whether an update gets other gradients than were sent."""
+        return self._is_stale or any(
+            gradients[i] is None or _state(gradients[i]) != state
+            for i, state in self._given.items()
+        )
+
+    def results(self, gradients: list[Any], exist: Any) -> dict[int, Any]:
+        """Return the results by variable, of the buckets whose gradients all ``exist`` on a rank.
+
+        Args:
+            gradients: zeros where this rank has none, but another.
+            exist: [variables], an array of bool.
+        """
+        whole = [n for n, bucket in enumerate(self._buckets) if exist[bucket].all()]
+        for n in whole:
+            if n not in self.sent:
+                self._send(n, [gradients[i] for i in self._buckets[n]])
+        found = {
+            i: reduced
+            for n in whole
+            for i, reduced in zip(self._buckets[n], self.sent.pop(n).results(), strict=True)
+        }
+        self._is_stale, self._given, self._awaited = False, {}, list(map(set, self._buckets))
+        return found
+
+    def remove(self) -> None:
+        """Send nothing any more."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def drain(self) -> None:
+        """The same before an update of other variables; all ranks receive what some have sent."""
+        self.remove()
+        for n, bucket in enumerate(self._buckets):
+            if n not in self.sent:
+                self._send(n, [torch.zeros_like(self._values[i]) for i in bucket])
+            self.sent.pop(n).results()
+
+
+def _state(gradient: torch.Tensor) -> tuple[int, int]:
+    """Return what changes if a gradient does."""
+    return gradient.data_ptr(), gradient._version
+
+
+class Reducer:
+    """Exchanges the gradients of an optimizer; its attribute ``_hvd_reducer``.
+
+    From the second step on, buckets travel while ``backward`` computes others. In ``apply`` the
+    ranks agree on which gradients there are, and exchange the rest; or, if the optimizer
+    accumulates local steps, all in ``_clip_gradients``, once per update.
+
+    Args:
+        optimizer: the one whose methods are replaced.
+        name: identifies it on all ranks.
+        process_set: the ranks that train together.
+        local_sum: the factor for Keras's mean over local steps.
+        op: how the ranks' gradients are combined.
+        call: the arguments of the requests.
+    """
+
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        name: str,
+        process_set: ProcessSet,
+        local_sum: int,
+        op: ReduceOp,
+        call: dict[str, Any],
+    ) -> None:
+        self.name, self.process_set = name, process_set
+        self.averages_rows, self.is_sharded = True, False
+        self.op = op
+        self._optimizer, self._local_sum, self._call = optimizer, local_sum, call
+        self._compared: set[tuple[int, ...]] = set()  # lists of variables
+        self._ahead: Ahead | None = None
+        self._is_reduced = False  # what ``_apply`` gets is of all ranks
+        self._outputs: dict[str, list[torch.Tensor]] = {}  # of earlier requests
+        optimizer._hvd_reducer = self
+        optimizer.apply = self._apply
+        optimizer._clip_gradients = self._clip_gradients
+
+    def _apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
+        """Replace ``Optimizer.apply``, which every step calls."""
+        if self.process_set.size() > 1 and not self._is_reduced:
+            grads = self._reduced(grads, trainable_variables)
+        type(self._optimizer).apply(self._optimizer, grads, trainable_variables)
+
+    def apply_scaled(
+        self, apply: Callable[..., None], grads: Sequence[Any], variables: Any = None
+    ) -> None:
+        """Call ``LossScaleOptimizer.apply`` with the gradients of all ranks.
+
+        An infinite one of any rank is one of all, so all ranks skip the step.
+        """
+        grads = self._reduced(grads, variables)
+        with replaced(self, "_is_reduced", True):
+            apply(grads, variables)
+
+    def _reduced(self, grads: Sequence[Any], given: Sequence[Any] | None) -> list[Any]:
+        """Exchange the gradients of a step, unless the optimizer accumulates them."""
+        shown: Any = self._optimizer._trainable_variables if given is None else given
+        gradients = list(grads)
+        if (count := len(gradients)) != len(shown):
+            raise ValueError(f"{self.name}: got {count} gradients of {len(shown)} variables.")
+        if any(getattr(variable, "overwrite_with_gradient", False) for variable in shown):
+            raise NotImplementedError(f"{self.name}: float8 scales are not exchanged on PyTorch.")
+        if self.op is Average:
+            missing_calls.check_average()
+        missing_calls.unaveraged.clear()
+        is_new = self._compare(shown)
+        if self._ahead is not None and is_new:  # a second list of variables
+            self._ahead.drain()
+            self._ahead = None
+        ahead = self._ahead
+        changed = ahead is not None and ahead.differs(gradients)
+        # Which gradients each rank has, and whether any was sent that is not to be applied.
+        mine = np.array([*(gradient is not None for gradient in gradients), changed])
+        call = {"name": f"{self.name}.kinds", "process_set": self.process_set.id()}
+        (kinds,) = agree.run("allreduce", [mine], reduction=Max.value, **call)
+        for i in np.flatnonzero(kinds[:-1] & ~mine[:-1]):  # such as that of an unused branch
+            gradients[i] = torch.zeros_like(shown[i].value)
+        if not self._optimizer.gradient_accumulation_steps:
+            done = ahead.results(gradients, kinds[:-1]) if ahead is not None else {}
+            if kinds[-1] and ahead is not None:
+                # The script changes gradients, or computes them in several parts.
+                ahead.remove()
+                done, self._ahead = {}, None
+            gradients = self._exchange(gradients, done)
+            if is_new and len(self._compared) == 1:
+                self._ahead = Ahead([variable.value for variable in shown], self._send)
+        return gradients
+
+    def leave_uncompiled(self) -> None:
+        """Let torch.compile break its graph at the exchange, which waits for other ranks."""
+        self._optimizer.apply = torch.compiler.disable(self._apply)
+        self._reduced = torch.compiler.disable(self._reduced)  # type: ignore[method-assign]
+
+    def _clip_gradients(self, grads: Sequence[Any]) -> Any:
+        """Replace ``_clip_gradients``: called once per update, with the accumulated gradients."""
+        if self._optimizer.gradient_accumulation_steps:
+            grads = self._exchange(grads, {})
+            if self._local_sum > 1:  # Keras has taken the mean of the local steps
+                grads = [g if g is None else g * self._local_sum for g in grads]
+        return type(self._optimizer)._clip_gradients(self._optimizer, grads)
+
+    def _compare(self, shown: Sequence[Any]) -> bool:
+        """Compare a list of variables when it is new, which all ranks see alike."""
+        numbers = tuple(map(id, shown))
+        if numbers in self._compared:  # once: the optimizer keeps its variables
+            return False
+        specs.check_specs(self.name, list(map(specs.spec_of, shown)), self.process_set)
+        described = specs.describe_optimizer(self._optimizer)
+        specs.check_described(f"{self.name}.options", described, self.process_set)
+        requests = 1 + len(specs.in_buckets(shown))
+        missing_calls.check_weights(self.name, shown, requests, self.process_set)
+        missing_calls.mark_reduced(shown)
+        self._compared.add(numbers)
+        return True
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def _send(self, own: list[int], gradients: list[Any]) -> Exchange:
+        name = f"{self.name} gradients {own[-1]}-{own[0]}"
+        mine = all_checked("DistributedOptimizer", gradients)
+        # Memory that is new in each step costs as much as to add what it holds.
+        outputs = self._outputs.get(name)
+        if outputs is None or list(map(_kind, outputs)) != list(map(_kind, mine)):
+            outputs = self._outputs[name] = list(map(torch.empty_like, mine))
+        return Exchange("allreduce", mine, outputs, name=name, **self._call)
+
+    def _exchange(self, grads: Sequence[Any], done: dict[int, Any]) -> list[Any]:
+        """Return the gradients over all ranks, of which some are there; None stays None."""
+        if self.process_set.size() == 1:
+            return list(grads)
+        present = [i for i, g in enumerate(grads) if g is not None and i not in done][::-1]
+        sizes = [grads[i].nbytes for i in present]
+        requests = []
+        for bucket in buckets.fill(sizes, settings.read().bucket_bytes):
+            own = [present[k] for k in bucket]
+            requests.append((own, self._send(own, [grads[i] for i in own])))
+        for own, request in requests:
+            done |= zip(own, request.results(), strict=True)
+        return [done.get(i, gradient) for i, gradient in enumerate(grads)]

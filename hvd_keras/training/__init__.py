@@ -1,0 +1,1 @@
+"""The state of a training: its variables, metrics, layers, and the ``fit`` that runs."""

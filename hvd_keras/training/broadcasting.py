@@ -1,0 +1,131 @@
+"""Creates and broadcasts the variables of a training, on TensorFlow.
+
+A Sequential without ``Input`` and most subclassed models have no variables before Keras traces
+their first step. Broadcasting, restoring checkpoints and seeding need them earlier.
+"""
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_keras import ops
+from hvd_keras.compat import tensorflow_v1
+from hvd_keras.gradients import division, missing_calls, shards, specs
+from hvd_keras.runtime import agree, log
+from hvd_keras.runtime.keras import is_legacy, keras
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
+from hvd_keras.training.variables import of_this_rank, unbuilt, unused
+
+
+def broadcast_variables(
+    variables: Iterable[Any],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+    inplace: bool = False,
+) -> tf.Operation | None:
+    """Assign the root rank's values to the variables of every rank.
+
+    The states of random generators (dropout, augmentation) get the root's seed mixed with the rank,
+    so that masks differ between ranks and a rerun repeats them.
+
+    Args:
+        variables: Keras variables or ``tf.Variable`` objects, in the same order on all ranks. Parts
+            of tables that are divided between ranks, and optimizer slots of them, keep theirs.
+        root_rank: the rank of the job whose values all ranks get.
+        process_set: the ranks that take part.
+        inplace: accepted for Horovod's scripts; variables are always assigned.
+
+    Returns:
+        In a TensorFlow 1 graph, the op to run on every rank; otherwise None.
+
+    Raises:
+        ValueError: ``root_rank`` or this rank is not in the process set.
+        TypeError: a variable has a dtype that is not supported.
+        tf.errors.FailedPreconditionError: (on every rank) the ranks' variables differ in dtype,
+            shape or number.
+    """
+    del inplace
+    if not tf.executing_eagerly() and not tf.inside_function():
+        return tensorflow_v1.broadcast_variables(variables, root_rank, process_set)
+    process_set.check_included("broadcast_variables")
+    variables = shards.without(variables)
+    # In buckets like gradients: one request for many small variables.
+    if not variables and process_set.size() > 1:
+        missing_calls.warn_of_empty_broadcast(process_set)
+    for number, bucket in enumerate(specs.in_buckets(variables)):
+        mine, name = list(map(tf.convert_to_tensor, bucket)), f"variables {number}"
+        values = ops.grouped_broadcast(mine, root_rank, name, process_set)
+        for variable, value in zip(bucket, values, strict=True):
+            variable.assign(value)
+        missing_calls.synchronized.add(*bucket)
+    seeds = [v for v in variables if specs.spec_of(v).path.endswith("seed_generator_state")]
+    if process_set.rank() and not division.is_on:
+        for state in seeds:  # in a tf.function, too
+            value = tf.convert_to_tensor(state)
+            mixed = tf.numpy_function(lambda x: of_this_rank(x, process_set), [value], value.dtype)
+            state.assign(tf.ensure_shape(mixed, value.shape))
+    return None
+
+
+def build(model: Any, element_spec: Any, whole_step: bool = False) -> Exception | None:
+    """Create the variables of a compiled model, its metrics and its optimizers.
+
+    Traces the model's own ``train_step``, if it has one, or else the forward pass, into a graph
+    that never runs. Variables are created outside of the graph, as in every step that Keras traces.
+
+    Args:
+        element_spec: the spec of the argument of ``train_step``, a ``Dataset.element_spec``.
+        whole_step: trace Keras's own step, too, which creates the variables of metrics.
+
+    Returns:
+        The exception that the model raised, if it cannot be traced; then variables may be missing.
+    """
+    has_own_step = type(model).train_step is not keras.Model.train_step
+
+    def forward(data: Any) -> None:
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        # As Keras's train_step calls it.
+        if getattr(model, "_call_has_training_arg", True):
+            model(x, training=True)
+        else:
+            model(x)
+
+    def step(data: Any) -> None:
+        model.train_step(data)
+
+    # A step of the user's may use several optimizers; Keras's own needs the forward pass alone.
+    traced = step if has_own_step or whole_step else forward
+    if hasattr(model, "_autoconvert_optionals"):
+        traced = model._autoconvert_optionals(traced)
+    with agree.within(agree.is_building, True):
+        try:
+            with contextlib.ExitStack() as stack:
+                # Even after tf.config.run_functions_eagerly(True), for this time.
+                stack.callback(tf.config.run_functions_eagerly, tf.config.functions_run_eagerly())
+                tf.config.run_functions_eagerly(False)
+                tf.function(traced, autograph=is_legacy).get_concrete_function(element_spec)
+        except Exception as error:
+            log.logger.debug(
+                "model %s cannot be traced before its first step: %r", model.name, error
+            )
+            if has_own_step or not model.run_eagerly or not _call_on_zeros(model, element_spec):
+                return error
+    unused[model] = unbuilt(model)
+    return None
+
+
+def _call_on_zeros(model: Any, element_spec: Any) -> bool:
+    """Call an eager model that cannot be traced on a batch of one row of zeros."""
+
+    def zeros(spec: tf.TensorSpec) -> tf.Tensor:
+        return tf.zeros([1 if size is None else size for size in spec.shape], spec.dtype)
+
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(element_spec)
+    try:
+        model(tf.nest.map_structure(zeros, x), training=False)
+    except Exception as error:
+        log.logger.debug("model %s cannot be called on zeros: %r", model.name, error)
+        return False
+    return True

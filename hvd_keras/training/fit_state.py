@@ -1,0 +1,150 @@
+"""The ``fit`` that runs, on every backend of Keras."""
+
+import contextvars
+import dataclasses
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hvd_keras.data.sources import Passes
+from hvd_keras.runtime.process_sets import ProcessSet
+
+if TYPE_CHECKING:
+    from hvd_keras.training.values import Values
+
+
+class Backend(Protocol):
+    """What ``fit`` and ``evaluate`` need of a backend of Keras: a module with these functions.
+
+    They are ``patches.fit_on_tensorflow`` and ``torch.fitting``. ``source`` is what ``fit`` reads.
+    """
+
+    COUNTS_ROWS: bool  # losses can be weighed by the rows of the ranks' batches
+
+    def check(self, model: Any) -> None:
+        """Raise ValueError if several ranks cannot train a model."""
+
+    def prepare(self, own: "Fit", source: Any) -> None:
+        """Create the variables of a model, and find the passes over its data."""
+
+    def build_metrics(self, own: "Fit") -> None:
+        """Create the variables of metrics, as the first step would."""
+
+    def weighed(
+        self, model: Any, process_set: ProcessSet, averages: bool, method: str
+    ) -> AbstractContextManager[None]:
+        """Weigh the losses of a model's steps: of ``method``, train_step or test_step."""
+
+    def weigh_classes(self, arguments: dict[str, Any]) -> None:
+        """Let ``class_weight`` of ``fit`` multiply the weights of ``uneven="pad"``."""
+
+    def passes_of(self, source: Any) -> list[Passes]:
+        """Return the passes over all sharded sources that data are made of."""
+
+    def repeats(self, source: Any) -> bool:
+        """Whether a pass over data may have several over a sharded source."""
+
+    def repeated(self, source: Any) -> Passes | None:
+        """Return the passes over a sharded source that is repeated, if it is the only one."""
+
+    def rows_in_steps(self, source: Any) -> Any:
+        """Describe how many rows each step has; None: that is unknown."""
+
+    def can_look_at(self, source: Any) -> bool:
+        """Whether ``pass_first_batch`` can pass the batches of data."""
+
+    def pass_first_batch(self, model: Any, look: Callable[[Any], None]) -> None:
+        """Let a function see the first batch that the next step gets; None: there is none."""
+
+    def validate_together(self, everywhere: bool) -> None:
+        """Set whether all ranks take the next steps of validation."""
+
+    def gpu_bytes(self) -> int | None:
+        """Return how much memory of its GPU is in use; None without a GPU."""
+
+
+@dataclasses.dataclass
+class Fit:
+    """A running ``fit`` on the ranks of a process set, and what their callbacks have in common."""
+
+    model: Any
+    callbacks: list[Any]  # this rank's, as given
+    arguments: dict[str, Any]  # the others of ``fit``
+    process_set: ProcessSet
+    backend: Backend
+    has_begun: bool = False  # the ranks have compared what must be equal
+    passes: Sequence[Passes] = ()  # over the sharded sources of its data, if epochs are whole ones
+    goes_on: bool = False  # an epoch begins within a pass over sharded data, where the last ended
+    seekable: Any = None  # the same, if they can continue at any row
+    position: Any = None  # in data that cannot, if it can be saved
+    iterator: Any = None  # Keras's, over the batches of each epoch
+    dataset: Any = None  # over which it iterates
+    problem: Exception | None = None  # of this rank's model, which could not be traced
+    unbuilt: str = ""  # which ranks' models have no variables, and why
+    mixes: str = ""  # a layer that computes a row from other rows of the batch
+    monitored: Sequence[str] = ()  # what callbacks of any rank decide by
+    names: Sequence[Sequence[str]] = ()  # of the callbacks' classes, by rank
+    ends_on_nan: bool = False  # a rank has TerminateOnNaN
+    # All ranks have the same ModelCheckpoint, and so can wait for each other there.
+    waits_for_checkpoints: bool = False
+    looks_at_data: bool = False  # the first batch of each rank can be compared
+    validates: bool = False  # all ranks validate after the same epochs, and average their metrics
+    values: "Values | None" = None  # of the model, to be compared
+    restored: bool = False  # it began with a checkpoint, which nothing may overwrite
+
+    def agree(self, gathered: Sequence[dict[str, Any]]) -> None:
+        """Learn from what ``describe`` returned on all ranks."""
+        self.monitored = sorted({name for theirs in gathered for name in theirs["monitored"]})
+        self.names = [theirs["callbacks"] for theirs in gathered]
+        self.ends_on_nan = any(theirs["ends on NaN"] for theirs in gathered)
+        self.waits_for_checkpoints = all(
+            theirs["checkpoints"] == gathered[0]["checkpoints"] for theirs in gathered
+        )
+        self.looks_at_data = all(theirs["looks at data"] for theirs in gathered)
+        every = gathered[0]["validates every"]
+        self.validates = bool(every) and all(t["validates every"] == every for t in gathered)
+
+
+#: The ``fit`` that runs.
+current: contextvars.ContextVar[Fit | None] = contextvars.ContextVar("fit", default=None)
+
+
+@dataclasses.dataclass
+class Validation:
+    """An ``evaluate`` that all ranks call, perhaps in ``fit``."""
+
+    model: Any
+    process_set: ProcessSet
+    backend: Backend
+    is_together: bool = False  # each of their steps is one of all
+
+
+#: The validation that runs.
+validation: contextvars.ContextVar[Validation | None] = contextvars.ContextVar(
+    "validation", default=None
+)
+#: Models whose validation needs the numbers of all ranks.
+weighed: weakref.WeakSet[Any] = weakref.WeakSet()
+#: Models whose ranks' batches may have different numbers of rows, which training counts.
+counting_rows: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def running(model: Any) -> Fit | None:
+    """The ``fit`` that trains a model now; None if there is none, or this rank trains it alone."""
+    own = current.get()
+    return own if own is not None and own.model is model else None
+
+
+def check_built(model: Any) -> None:
+    """Check, for a callback, that the model has its variables.
+
+    Raises:
+        ValueError: (on every rank) a rank could not create them before the first step.
+    """
+    if (own := running(model)) and own.unbuilt:
+        raise ValueError(
+            f"model {model.name!r} has no variables yet, and its training step cannot be traced to "
+            f"create them: {own.unbuilt}. Give the model an Input, or call it once on a batch, "
+            "before fit."
+        ) from own.problem

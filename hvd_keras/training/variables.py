@@ -1,0 +1,174 @@
+"""Lists, averages and scales the variables of a training, on every backend of Keras."""
+
+import importlib
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from hvd_keras.gradients import division, model_ranks, shards
+from hvd_keras.runtime import agree
+from hvd_keras.runtime.keras import innermost, is_legacy, keras, require
+from hvd_keras.runtime.process_sets import ProcessSet
+from hvd_keras.runtime.reductions import Adasum, Average, Max, Min
+
+
+def training_variables(model: Any) -> list[Any]:
+    """Return the variables of a model and its optimizers, in the same order on all ranks."""
+    # Builds the optimizer of compile if necessary. It cannot build others, such as a GAN's, because
+    # it does not know which variables they update.
+    found = list(model.variables)
+    reducers = model_ranks.reducers_of(model)
+    for optimizer in model_ranks.optimizers_of(model):
+        # Not the default of compile, which updates nothing in a model with distributed optimizers.
+        of_it = model_ranks.reducer_of(optimizer)
+        if optimizer is model.optimizer and (
+            is_legacy or (not optimizer.built and (of_it is not None or not reducers))
+        ):
+            optimizer.build(model.trainable_variables)  # tf_keras skips this if it is built
+        found += optimizer.variables
+    return list({shards.variable_id(v): v for v in found}.values())
+
+
+#: Layers that had no variables after a step of their model was traced: the model does not use them.
+unused: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
+
+
+def is_built(model: Any) -> bool:
+    """Whether all layers that the model uses have their variables."""
+    return unbuilt(model) <= unused.get(model, set())
+
+
+def unbuilt(model: Any) -> set[int]:
+    """Return the ids of the layers that are not built."""
+    return {id(layer) for layer in model._flatten_layers() if not layer.built}
+
+
+def average_variables(variables: list[Any], process_set: ProcessSet) -> None:
+    """Assign to floating-point variables their mean over the ranks; equal ones keep every bit."""
+    if process_set.size() == 1 or not variables:
+        return
+    mine = [np.asarray(variable) for variable in variables]
+    call: dict[str, Any] = {"process_set": process_set.id()}
+    # A mean of equal values may be rounded to another one; clipped to them it is not.
+    smallest, means, largest = (
+        agree.run("allreduce", mine, reduction=op.value, name=f"variables' {op.value}s", **call)
+        for op in (Min, Average, Max)
+    )
+    for variable, low, mean, high in zip(variables, smallest, means, largest, strict=True):
+        variable.assign(np.clip(mean, low, high))
+
+
+def accumulators(model: Any) -> list[Any]:
+    """Return the variables in which a model's optimizers add up gradients for a later update."""
+    optimizers = map(innermost, model_ranks.optimizers_of(model))
+    return [v for one in optimizers for v in getattr(one, "_accumulated_gradients", ())]
+
+
+def accumulating(model: Any) -> dict[Any, list[Any]]:
+    """Return the sums of this rank's own gradients since the last update, by reducer."""
+    found: dict[Any, list[Any]] = {}
+    for optimizer in map(innermost, model_ranks.optimizers_of(model)):
+        reducer = model_ranks.reducer_of(optimizer)
+        steps = getattr(optimizer, "gradient_accumulation_steps", None)
+        if reducer and steps and optimizer.built and int(optimizer._iterations) % steps:
+            found[reducer] = model_ranks.without_local(optimizer._accumulated_gradients)
+    return found
+
+
+def average_accumulated(model: Any, process_set: ProcessSet) -> list[Any]:
+    """Average the ranks' sums of gradients, as one process has them; return them.
+
+    The update averages or adds them up over the ranks, so it is the same as before. Sums of another
+    number of steps than those of other ranks, as of a loaded file, are left out.
+    """
+    optimizers = list(map(innermost, model_ranks.optimizers_of(model)))
+    if not any(getattr(o, "gradient_accumulation_steps", None) for o in optimizers):
+        return []
+    sums = accumulating(model)
+    steps = [int(optimizer._iterations) for optimizer in optimizers if optimizer.built]
+    gathered = agree.gather_json("accumulated gradients", [bool(sums), steps], process_set)
+    if any(theirs != gathered[0] for theirs in gathered):
+        return []
+    for reducer, mine in sums.items():
+        if reducer.op is not Adasum:
+            average_variables(mine, process_set)
+    return [variable for mine in sums.values() for variable in mine]
+
+
+def moving_statistics(layers: Iterable[keras.layers.Layer]) -> list[Any]:
+    """Return the moving statistics of batch normalisation that cover this rank's batches only."""
+    # Those of frozen layers are included: a step that was traced before still changes them.
+    return [
+        variable
+        for layer in layers
+        if isinstance(layer, keras.layers.BatchNormalization)
+        if layer.built and not layer.synchronized
+        for variable in layer.non_trainable_variables
+        if variable is not layer.gamma and variable is not layer.beta
+    ]
+
+
+def seed_states(layers: Iterable[keras.layers.Layer]) -> list[Any]:
+    """Return the states of the random generators (dropout, …) in the layers, each once."""
+    found: dict[int, Any] = {}
+    for layer in layers:
+        for generator in getattr(layer, "_seed_generators", ()):
+            found[id(generator.state)] = generator.state
+    return list(found.values())
+
+
+def in_common(model: Any) -> list[Any]:
+    """Return the variables whose values are equal on all ranks in training, in the same order.
+
+    They are the weights of the model, and the scalars of its optimizers: learning rates and
+    counters.
+    """
+    layers = list(model._flatten_layers())
+    # What differs by rank on purpose: random states, statistics of the rank's own batches.
+    own = [*seed_states(layers), *moving_statistics(layers)]
+    own += [v for metric in getattr(model, "metrics", ()) for v in metric.variables]
+    for layer in layers:
+        if getattr(layer, "stateful", False):  # the states of a recurrent layer
+            own += layer.non_trainable_variables
+    found = []
+    for optimizer in model_ranks.optimizers_of(model):
+        own += getattr(innermost(optimizer), "_accumulated_gradients", ())  # until an update
+        rate = getattr(optimizer, "learning_rate", None)
+        candidates = [*optimizer.variables, *([rate] if hasattr(rate, "assign") else [])]
+        found += [v for v in candidates if not tuple(v.shape)]
+    found += model.variables  # after the rates: a rate that differs is named, not what it moved
+    left_out = {shards.variable_id(v) for v in own}
+    unique = {shards.variable_id(v): v for v in model_ranks.without_local(found)}
+    return [v for number, v in unique.items() if number not in left_out]
+
+
+def give_each_rank_its_own_randomness(states: Iterable[Any], process_set: ProcessSet) -> None:
+    """Make equal seed states differ by rank, in the same way in each run."""
+    # Otherwise all ranks would draw the same dropout masks. The state of the set's first rank stays
+    # unchanged.
+    if process_set.rank() and not division.is_on:  # which divides what one process draws
+        for state in states:
+            state.assign(of_this_rank(np.asarray(state), process_set))
+
+
+def of_this_rank(state: Any, process_set: ProcessSet) -> Any:
+    """Return the state of a generator, mixed with this rank."""
+    seed, *rest = state.tolist()
+    # A generator mixes well; seed + rank would collide with other seeds. A seed may be negative.
+    mixed = np.random.default_rng((seed % 2**64, process_set.rank())).integers(2**31 - 1)
+    return np.array([mixed, *rest], state.dtype)
+
+
+def global_seed_states() -> list[Any]:
+    """The state of the generator for ``keras.random`` without a seed, which is in no layer."""
+    if is_legacy:
+        return []
+    home = importlib.import_module("keras.src.random.seed_generator")
+    require(home, "global_seed_generator", "to give each rank its own randomness")
+    return [home.global_seed_generator().state, *own_generators]
+
+
+#: The states of a backend's own generators, which ``keras.random`` does not use.
+own_generators: list[Any] = []
