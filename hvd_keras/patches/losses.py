@@ -171,10 +171,12 @@ def _weigh(
     if reduction in (None, "none") and own.averages and own.is_together is None:
         # The gradient of a vector is that of its sum; the vector itself is logged.
         return _with_gradient_of(size * value, value)
-    if reduction == "sum":
-        # The mean over N ranks of N times each rank's sum is the sum of all.
-        return own.together(lambda: size * value, lambda: value) if own.averages else value
-    if not weights and not own.counts_rows:
+    is_sum = reduction == "sum"
+    if is_sum and not own.averages:
+        return value
+    if is_sum and own.is_together is None and not own.counts_rows:
+        return size * value  # the mean over N ranks of N times each rank's sum is the sum of all
+    if not weights and not own.counts_rows and not is_sum:
         return value
     if own.is_together is not None:
         fit_state.weighed.add(own.model)
@@ -198,6 +200,7 @@ def _weigh(
 
     # This rank's share of the entries, and of the rows, which is 1 / N if they are not counted.
     entries, of_rows = tf.unstack(own.together(shares, lambda: tf.ones([2], tf.float64)))
+    entries = tf.ones_like(entries) if is_sum else entries  # it is divided by none
     logged = tf.cast(tf.math.divide_no_nan(entries, of_rows), value.dtype) * value
     if not own.counts_rows:
         return logged

@@ -1,0 +1,217 @@
+"""Draws random programs: the choices that a seed makes, as a dictionary, without the defaults.
+
+RULES undo what does not exist in Keras, and what the pages of hvd_keras exclude; these name the
+page. Everything else must have the results of one process.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+Spec = dict[str, Any]
+
+OPTIMIZERS = (
+    "SGD Momentum Adam AdamW Nadam Adamax RMSprop Adagrad Adadelta Adafactor Ftrl Lamb Lion Muon "
+    "ScheduleFreeAdamW"
+)
+# The values of each choice; the first one is the default.
+CHOICES: dict[str, Any] = {
+    "body": "dense batchnorm layernorm embedding masked conv1d conv2d lstm gru",
+    "style": "functional sequential subclassed unbuilt",
+    "inputs": "one tuple dict",
+    "outputs": "one list dict",
+    "regularizer": [False, True],
+    "loss": "mse huber log_cosh mae sparse probabilities categorical binary focal dice custom",
+    "reduction": "sum_over_batch_size sum mean_with_sample_weight",
+    "flat": [False, True],  # targets of one dimension
+    "weights": "none sample class",
+    "metrics": "none metrics weighted both",
+    "data": "arrays rows batches regrouped generator pydataset tfrecord frame local agree",
+    "order": "kept hvd own",  # hvd.data.shard or the dataset itself shuffles
+    "change": "none map prefetch cache",
+    "repeat": [0, 2, 5],  # steps per epoch of repeated data
+    "batch": [12, 6],  # rows of a step, of all ranks
+    "steps": [3, 2, 4],
+    "rest": [0, 6, 7, 1, 5],  # rows of the last step
+    "uneven": "share pad trim",
+    "unequal": [False, True],  # ranks have batches of different sizes
+    "validation": "none arrays sharded rows batches dataset padded local",
+    "validation_freq": [1, 2],
+    "validation_steps": [0, 1],
+    "optimizer": OPTIMIZERS,
+    "option": "none weight_decay clipnorm global_clipnorm clipvalue use_ema ema_overwrites",
+    "accumulation": [1, 2, 3],
+    "backward_passes": [False, True],  # asks hvd.DistributedOptimizer for it
+    "loss_scale": [False, True],
+    "schedule": [False, True],
+    "distributed": "plain sparse_as_dense num_groups shard_state gradient_predivide_factor",
+    "average": [True, False],  # MetricAverageCallback
+    "at_once": [1, 2, 3],  # steps_per_execution
+    "mode": "eager graph graph graph graph xla",  # what traces nothing is fastest
+    "precision": "float32 mixed_bfloat16 mixed_float16",
+    "epochs": [2, 1, 3],
+    "initial_epoch": [0, 1],
+    "restart": "none epoch batch",
+}
+# Some of these.
+LISTS = {
+    "callbacks": "early_stopping plateau checkpoint best every_batch csv scheduler nan evaluates "
+    "hvd_schedule swap_ema",
+    "then": "fit fit_other evaluate evaluate_all predict save weights freeze rate on_batch",
+}
+VALUES = {n: v.split() if isinstance(v, str) else v for n, v in CHOICES.items()}
+DEFAULTS: Spec = {n: values[0] for n, values in VALUES.items()} | {n: [] for n in LISTS}
+# How often a choice is not the default, if not in 30 % of the programs.
+OFTEN = {"body": 0.8, "data": 0.85, "validation": 0.75, "optimizer": 0.6, "metrics": 0.5}
+OFTEN |= {"mode": 0.45, "precision": 0.1, "average": 0.1, "restart": 0.15, "loss_scale": 0.1}
+DECIDERS = ["early_stopping", "plateau", "best"]
+
+Rule = tuple[Callable[[Any], Any], list[str]]
+# Where the function says so, these choices become the default. Of a list, "callbacks:csv" leaves
+# one out.
+IMPOSSIBLE: list[Rule] = [
+    (lambda s: s.style in ("sequential", "unbuilt") or s.is_sequence, ["inputs", "outputs"]),
+    (lambda s: s.data == "frame", ["body", "inputs", "outputs", "weights", "order", "repeat"]),
+    (lambda s: s.data == "frame" and s.loss == "categorical", ["loss"]),
+    (lambda s: s.is_sequence or s.loss in ("categorical", "dice", "custom"), ["flat"]),
+    (lambda s: s.loss == "custom", ["reduction"]),
+    (lambda s: s.loss not in ("sparse", "probabilities") and s.weights == "class", ["weights"]),
+    (lambda s: (s.is_sequence or s.outputs != "one") and s.weights == "class", ["weights"]),
+    (lambda s: s.mode == "eager", ["at_once"]),
+    (lambda s: s.data not in ("rows", "batches", "regrouped", "generator"), ["change"]),
+    (lambda s: s.data not in ("rows", "batches", "regrouped") and s.order == "own", ["order"]),
+    (lambda s: s.data in ("local", "agree"), ["order", "repeat", "uneven"]),
+    (lambda s: s.data not in ("arrays", "frame", "tfrecord", "local", "agree"), ["unequal"]),
+    (lambda s: s.data == "local" and s.rest != 6, ["rest"]),
+    (lambda s: s.data == "agree", ["rest"]),
+    (lambda s: s.accumulation == 1, ["backward_passes"]),
+    (lambda s: s.epochs <= s.initial_epoch, ["initial_epoch"]),
+    (lambda s: s.validation == "none", ["validation_freq", "validation_steps"]),
+    (lambda s: s.validation in ("arrays", "local"), ["validation_steps"]),
+    # A schedule cannot be set; only one callback may set a rate.
+    (lambda s: s.schedule, [f"callbacks:{c}" for c in ("plateau", "scheduler", "hvd_schedule")]),
+    (lambda s: s.schedule, ["then:rate"]),
+    (lambda s: "hvd_schedule" in s.callbacks, ["callbacks:plateau", "callbacks:scheduler"]),
+    (lambda s: s.option not in ("use_ema", "ema_overwrites"), ["callbacks:swap_ema"]),
+    # Keras itself builds it anew in each trace of a step.
+    (lambda s: s.style == "unbuilt" and s.optimizer == "ScheduleFreeAdamW", ["style"]),
+    # Rounding makes one process differ from itself.
+    (lambda s: s.precision != "float32" and s.optimizer not in ("SGD", "Momentum"), ["optimizer"]),
+    # No process has the rows that "share" leaves out: 2 and 3 ranks must leave out equally many.
+    (lambda s: s.uneven == "share" and s.rest % s.batch == 5, ["rest"]),
+    (lambda s: s.uneven == "share" and s.order != "kept" and s.rest in (1, 7), ["rest"]),
+]
+EXCLUDED: list[Rule] = [
+    # hvd.data.shard, "pad": statistics of batch normalisation, metrics without weights, masked
+    # losses, other reductions, and losses that give no row its own.
+    (lambda s: s.pads, ["reduction"]),
+    (lambda s: s.pads and s.loss in ("dice", "custom"), ["loss"]),
+    (lambda s: s.pads and (s.body == "batchnorm" or s.is_sequence), ["body"]),
+    (lambda s: s.pads and s.metrics in ("metrics", "both"), ["metrics"]),
+    # The same, ``evaluation``: for the mean over the whole pass. For each of several outputs, Keras
+    # takes the mean of the batches' losses, of however many rows.
+    (lambda s: s.validation == "padded", ["validation_steps", "outputs"]),
+    # docs/guide.md, "Validation": each rank has its own rows, of which a sum is that of all.
+    (lambda s: s.validation in ("arrays", "dataset") and s.reduction == "sum", ["reduction"]),
+    # docs/using/sharp-bits.md, "Output and files": sharded models need hvd.save_model.
+    (lambda s: s.shards, [f"callbacks:{c}" for c in ("checkpoint", "best", "every_batch")]),
+    (lambda s: s.shards, ["then:weights"]),
+    # docs/tables/combinations.md: with "pad" the logs of training count the padding.
+    (lambda s: s.pads_training, ["callbacks:csv"]),
+    (lambda s: s.pads_training and not s.validates, [f"callbacks:{c}" for c in DECIDERS]),
+    # hvd.data.shard: a PyDataset's batches, of which more ranks have more, are shuffled as wholes.
+    (lambda s: s.data == "pydataset" and s.order == "hvd", ["order"]),
+    # docs/tables/matrix.md: "refused"; guide: SwapEMAWeights needs whole states.
+    (lambda s: s.optimizer in ("Adafactor", "ScheduleFreeAdamW") and s.shards, ["distributed"]),
+    (lambda s: "swap_ema" in s.callbacks and s.shards, ["distributed"]),
+    # docs/design.md, "Sparse gradients": adaptive optimizers square duplicate rows one by one.
+    (lambda s: s.has_table and s.distributed == "sparse_as_dense", ["distributed"]),
+    # docs/guide.md, "Callbacks": without MetricAverageCallback, the ranks log and write their own.
+    (lambda s: not s.average, [f"callbacks:{c}" for c in [*DECIDERS, "csv"]]),
+    # docs/checkpoints.md: a program that stops in the second epoch.
+    (lambda s: s.epochs < 2, ["restart"]),
+    (lambda s: s.at_once > 1 and s.restart == "batch", ["restart"]),
+    (lambda s: s.restart != "none", ["initial_epoch"]),
+    # docs/using/sharp-bits.md, "Losses": outside fit, hvd_keras averages the ranks' losses.
+    (lambda s: s.reduction != "sum_over_batch_size" or s.is_sequence, ["then:on_batch"]),
+    (lambda s: s.loss in ("dice", "custom"), ["then:on_batch"]),
+]
+
+
+class View:
+    """A spec with its defaults as attributes, and what follows from them."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = DEFAULTS | spec
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.spec[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    @property
+    def is_sequence(self) -> bool:
+        """Each row has several targets, of which masks leave some out."""
+        return self.body == "masked"
+
+    @property
+    def has_table(self) -> bool:
+        return self.body in ("embedding", "masked")
+
+    @property
+    def pads_training(self) -> bool:
+        return self.uneven == "pad"
+
+    @property
+    def pads(self) -> bool:
+        return self.pads_training or self.validation == "padded"
+
+    @property
+    def validates(self) -> bool:
+        """There is a val_loss in each epoch."""
+        return self.validation != "none" and self.validation_freq == 1
+
+    @property
+    def shards(self) -> bool:
+        return self.distributed == "shard_state"
+
+
+def draw(seed: int) -> Spec:
+    """The program of a seed."""
+    numbers, spec = random.Random(seed), {}
+    for name, (_, *others) in VALUES.items():
+        if numbers.random() < OFTEN.get(name, 0.3):
+            spec[name] = numbers.choice(others)
+    for name, text in LISTS.items():
+        spec[name] = numbers.sample(text.split(), numbers.choice([0, 0, 1, 1, 2, 3]))
+    return legal(spec)
+
+
+def legal(spec: Spec) -> Spec:
+    """Without what RULES undo, and without defaults."""
+    found: Spec = dict(spec)
+    for _ in range(3):  # a rule may make another one apply
+        for applies, names in IMPOSSIBLE + EXCLUDED:
+            if applies(View(found)):
+                for name in names:
+                    _undo(found, *name.split(":"))
+    return {name: found[name] for name, d in DEFAULTS.items() if found.get(name, d) != d}
+
+
+def _undo(spec: Spec, name: str, part: str = "") -> None:
+    if part:
+        spec[name] = [one for one in spec.get(name, []) if one != part]
+    else:
+        spec.pop(name, None)
+
+
+def simpler(spec: Spec) -> list[Spec]:
+    """The same program with one choice less, in all ways."""
+    found = []
+    for name, value in spec.items():
+        for part in value if isinstance(value, list) else [""]:
+            other = dict(spec)
+            _undo(other, name, part)
+            found.append(legal(other))
+    return [other for other in found if other != spec]

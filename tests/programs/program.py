@@ -1,0 +1,310 @@
+"""Runs programs, one after the other, and writes down all that their user can see.
+
+    python -m tests.programs.program SPECS FOLDER alone|ranks|auto
+
+SPECS is a file with a JSON object of specs by name. What a program shows is written to
+FOLDER/NAME.RANK.npz. Only those of ``ranks`` use hvd_keras.
+"""
+
+import contextlib
+import csv
+import functools
+import gc
+import io
+import json
+import os
+import pathlib
+import sys
+import traceback
+import zipfile
+from typing import Any
+
+import h5py
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.programs import model
+from tests.programs.data import Feed, frames
+from tests.programs.draw import View
+
+
+class StopError(Exception):
+    """Ends fit as a crash would."""
+
+
+def stopping(where: str) -> Any:
+    """Stops between the first two epochs, or within the second one."""
+    epochs: list[int] = []
+
+    def begin(epoch: int, logs: Any) -> None:
+        epochs.append(epoch)
+        if where == "epoch" and len(epochs) == 2:
+            raise StopError
+
+    def batch(number: int, logs: Any) -> None:
+        if number and len(epochs) == 2:
+            raise StopError
+
+    return keras.callbacks.LambdaCallback(on_epoch_begin=begin, on_train_batch_begin=batch)
+
+
+class Program:
+    """A program in this process; ``rank`` is None for one process without hvd_keras."""
+
+    def __init__(self, spec: dict[str, Any], rank: int | None, size: int, noise: float) -> None:
+        self.spec, self.rank, self.size, self.noise = View(spec), rank, size, noise
+        self.seen: dict[str, Any] = {}
+        self.folder = pathlib.Path("files")  # of all ranks
+        self.step = "fit"  # what the program does
+        self.hvd: Any = None
+        if rank is not None:
+            import hvd_keras
+
+            self.hvd = hvd_keras
+
+    def begin(self) -> None:
+        """Makes all that a script makes."""
+        self.model = self.new_model()
+        kinds = "train", "other", "validation"
+        of = self.spec, self.rank, self.size
+        self.train, self.other, self.validation = (Feed(kind, *of) for kind in kinds)
+        self.given = self.train.fit()
+
+    def run(self) -> None:
+        """Does what the spec says."""
+        keras.config.set_dtype_policy(self.spec.precision)
+        self.begin()
+        if self.spec.restart == "none" or self.rank is None:
+            epochs = {"epochs": self.spec.epochs, "initial_epoch": self.spec.initial_epoch}
+            self.fit(self.given, **epochs)
+        else:
+            self.restart()
+        for number, action in enumerate(self.spec.then):
+            self.step = f"then {number}, {action},"
+            getattr(self, f"then_{action}")()
+        for path in sorted(self.folder.rglob("*")):
+            name = str(path.relative_to(self.folder))
+            if path.is_file() and not name.startswith("state"):
+                found = {"": 1, **numbers(path)}
+                self.seen |= {f"file {name} {key}": value for key, value in found.items()}
+
+    def new_model(self) -> Any:
+        """A model. The ranks' weights differ; those of rank 0 are broadcast."""
+        made = model.build(self.spec, 100 * (self.rank or 0), self.noise)
+        return model.compiled(made, self.spec, self.hvd)
+
+    def callbacks(self) -> list[Any]:
+        """As the spec says, in the order that docs/guide.md asks for."""
+        of, hvd, path, rate = keras.callbacks, self.hvd, self.folder, model.rate_of(self.spec)
+        path.mkdir(exist_ok=True)
+        monitored = "val_loss" if self.spec.validates else "loss"
+        best = {"monitor": monitored, "save_best_only": True, "save_weights_only": True}
+
+        def schedule() -> Any:
+            if hvd:
+                given = {"initial_lr": rate, "multiplier": lambda epoch: 0.7**epoch}
+                scheduled = hvd.callbacks.LearningRateScheduleCallback
+                return scheduled(**given, momentum_correction=False)
+
+            def begin(epoch: int, logs: Any) -> None:
+                self.model.optimizer.learning_rate = rate * 0.7**epoch
+
+            def end(epoch: int, logs: Any) -> None:
+                logs["lr"] = float(self.model.optimizer.learning_rate)
+
+            return of.LambdaCallback(on_epoch_begin=begin, on_epoch_end=end)
+
+        found = []
+        if hvd:
+            found.append(hvd.callbacks.BroadcastGlobalVariablesCallback(0))
+            found += [hvd.callbacks.MetricAverageCallback()] if self.spec.average else []
+        made = {
+            "hvd_schedule": schedule,
+            "scheduler": lambda: of.LearningRateScheduler(lambda epoch, rate: rate * 0.8),
+            "evaluates": lambda: of.LambdaCallback(on_epoch_end=self.evaluate_within),
+            "early_stopping": lambda: of.EarlyStopping(monitored, restore_best_weights=True),
+            "plateau": lambda: of.ReduceLROnPlateau(monitored, factor=0.5, patience=1),
+            "nan": of.TerminateOnNaN,
+            "swap_ema": lambda: of.SwapEMAWeights(swap_on_epoch=True),
+            "checkpoint": lambda: of.ModelCheckpoint(path / "{epoch}.keras"),
+            "best": lambda: of.ModelCheckpoint(path / "best.weights.h5", **best),
+            "every_batch": lambda: of.ModelCheckpoint(
+                path / "{epoch}-{batch}.weights.h5", save_freq=2, save_weights_only=True
+            ),
+            "csv": lambda: of.CSVLogger(path / "log.csv", append=self.spec.restart != "none"),
+        }
+        return [*found, *(make() for name, make in made.items() if name in self.spec.callbacks)]
+
+    def evaluate_within(self, epoch: int, logs: Any) -> None:
+        """Evaluates other rows, the same on all ranks, in fit."""
+        data = self.other.data
+        self.seen[f"{self.step} evaluated in epoch {epoch}"] = self.evaluated(*data[:2])
+
+    def evaluated(self, *data: Any, **options: Any) -> Any:
+        options = {"batch_size": self.spec.batch, **options} if len(data) > 1 else options
+        return np.asarray(self.model.evaluate(*data, verbose=0, **options))
+
+    def fit(self, given: dict[str, Any], *more: Any, **arguments: Any) -> None:
+        """Trains, and writes down what came of it."""
+        spec = self.spec
+        if spec.weights == "class":
+            arguments["class_weight"] = {0: 0.5, 1: 2.0, 2: 1.0}
+        arguments |= {"callbacks": [*self.callbacks(), *more], "verbose": 0}
+        history = self.model.fit(**given, **arguments, **self.validation.validation()).history
+        for key, values in history.items():
+            in_first = not key.startswith("val_") or spec.validation_freq == 1
+            # That of a fit that goes on after a restart begins with the second epoch.
+            lacks = spec.restart != "none" and self.step == "fit" and not self.hvd and in_first
+            found = np.asarray(values[lacks:], "float64")
+            compared = spec.average and (key.startswith("val_") or not spec.pads_training)
+            self.seen[f"{self.step} history {key}"] = found if compared else len(found)
+        self.look()
+
+    def look(self) -> None:
+        """Writes down the model's and the optimizer's state."""
+        found: dict[str, Any] = {}
+        optimizer = self.model.optimizer
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        sums = getattr(inner, "_accumulated_gradients", None) or []
+        variables = {"weight": self.model.weights, "rate": [], "optimizer": []}
+        if not self.spec.shards:  # of whose state each rank has a part
+            every = [*optimizer.variables, *(inner.variables if inner is not optimizer else [])]
+            # Each rank has the sum of its own gradients.
+            variables["optimizer"] = [v for v in every if all(v is not own for own in sums)]
+        for kind, some in variables.items():
+            found |= {f"{kind} {i} {v.name}": np.asarray(v) for i, v in enumerate(some)}
+        found["rate"] = float(optimizer.learning_rate)
+        found["iterations"] = int(optimizer.iterations)
+        self.seen |= {f"{self.step} {name}": value for name, value in found.items()}
+
+    def restart(self) -> None:
+        """Breaks off, and goes on with all new."""
+        every = {"epoch": "epoch", "batch": 1}[self.spec.restart]
+        checkpoint = functools.partial(self.hvd.callbacks.Checkpoint, self.folder / "state")
+        with contextlib.suppress(StopError):
+            stop = stopping(self.spec.restart)
+            self.fit(self.given, checkpoint(save_freq=every), stop, epochs=self.spec.epochs)
+        self.begin()
+        self.fit(self.given, checkpoint(save_freq=every), epochs=self.spec.epochs)
+
+    def then_fit(self) -> None:
+        self.fit(self.given, epochs=1)
+
+    def then_fit_other(self) -> None:
+        self.fit(self.other.fit(), epochs=1)
+
+    def then_evaluate(self) -> None:
+        """The ranks evaluate together."""
+        options = {}
+        if self.hvd:
+            options["callbacks"] = [self.hvd.callbacks.MetricAverageCallback()]
+        form = "padded" if self.spec.validation == "padded" else "sharded"
+        spec = View({**self.spec.spec, "validation": form})
+        data = Feed("validation", spec, self.rank, self.size).evaluation(form)
+        self.seen[f"{self.step} evaluated"] = self.evaluated(data, **options)
+
+    def then_evaluate_all(self) -> None:
+        """Each rank evaluates all rows."""
+        data = self.other.data[:2]
+        data = frames(self.spec, data) if self.spec.data == "frame" else data
+        self.seen[f"{self.step} evaluated"] = self.evaluated(*data)
+
+    def then_predict(self) -> None:
+        found = self.model.predict(self.other.data[0], batch_size=5, verbose=0)
+        for number, part in enumerate(tf.nest.flatten(found)):
+            self.seen[f"{self.step} predicted {number}"] = part
+
+    def then_save(self) -> None:
+        """Goes on with what was saved."""
+        if self.spec.shards and self.hvd:
+            self.hvd.save_model(self.model, self.folder / "saved.keras")
+        else:
+            self.model.save(self.folder / "saved.keras")
+        load = self.hvd.load_model if self.hvd else keras.models.load_model
+        self.model = load(self.folder / "saved.keras")
+        self.then_fit()
+
+    def then_weights(self) -> None:
+        """Goes on with the weights alone, in a new model."""
+        self.model.save_weights(self.folder / "saved.weights.h5")
+        self.model = self.new_model()
+        self.model(tf.nest.map_structure(lambda part: part[:1], self.train.data[0]))
+        self.model.load_weights(self.folder / "saved.weights.h5")
+        self.then_fit()
+
+    def then_freeze(self) -> None:
+        """Goes on without training the first layer."""
+        parts = getattr(self.model, "parts", self.model.layers)
+        next(layer for layer in parts if layer.weights).trainable = False
+        model.compiled(self.model, self.spec, self.hvd)
+        self.then_fit()
+
+    def then_rate(self) -> None:
+        self.model.optimizer.learning_rate = model.rate_of(self.spec) / 3
+        self.then_fit()
+
+    def then_on_batch(self) -> None:
+        data = tf.nest.map_structure(lambda part: part[: self.spec.batch], self.train.data)
+        at = np.arange(self.spec.batch) % self.size == (self.rank or 0)
+        self.model.train_on_batch(*tf.nest.map_structure(lambda part: part[at], data))
+        self.look()
+
+
+def numbers(path: pathlib.Path) -> dict[str, Any]:
+    """What a file has, by name."""
+    if path.suffix == ".csv":
+        with path.open() as file:
+            table = list(csv.DictReader(file))
+        cells = {k: [row[k].replace("NA", "") or "nan" for row in table] for k in table[0]}
+        return {k: np.array(values, "float64") for k, values in cells.items()}
+    found: dict[str, Any] = {}
+
+    def add(name: str, one: Any) -> None:
+        # Each rank has its own sums of gradients, and parts of states.
+        if isinstance(one, h5py.Dataset) and "optimizer" not in name:
+            found[name] = np.asarray(one)
+
+    file: Any = path
+    if path.suffix == ".keras":
+        with zipfile.ZipFile(path) as archive:
+            file = io.BytesIO(archive.read("model.weights.h5"))
+    with h5py.File(file) as opened:
+        opened.visititems(add)
+    return found
+
+
+def run(spec: dict[str, Any], rank: int | None, size: int, noise: float = 0.0) -> dict[str, Any]:
+    """What the user of a program sees; the program's folder is the current one."""
+    keras.backend.clear_session()
+    gc.freeze()  # it has collected; what is left stays
+    keras.utils.set_random_seed(1)
+    program = Program(spec, rank, size, noise)
+    try:
+        program.run()
+    except Exception as error:
+        program.seen["error"] = f"{type(error).__name__}: {error}"
+        traceback.print_exc()
+    return program.seen
+
+
+def main(path: str, folder: str, how: str) -> None:
+    rank, size, meet = None, 1, lambda: None
+    if how == "ranks":
+        import hvd_keras as hvd
+
+        hvd.init()
+        rank, size, meet = hvd.rank(), hvd.size(), hvd.barrier
+    for name, spec in json.loads(pathlib.Path(path).read_text()).items():
+        noise = spec.pop("noise", 0.0)
+        where = pathlib.Path(folder, name)
+        where.mkdir(parents=True, exist_ok=True)
+        os.chdir(where)
+        meet()
+        seen = run(spec, rank, size, noise)
+        meet()  # the files are those of all ranks
+        np.savez(f"{where}.{rank or 0}.npz", **{k.replace("/", "|"): v for k, v in seen.items()})
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
