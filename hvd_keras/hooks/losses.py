@@ -13,6 +13,7 @@ weighed.
 import contextvars
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.gradients import division, missing_calls, specs
+from hvd_keras.gradients import agreement, division, missing_calls, specs
 from hvd_keras.hooks import fits, rows
 from hvd_keras.runtime import agree, rank_info
 from hvd_keras.runtime.keras import call_loss, divisors, is_legacy, replaced
@@ -66,11 +67,15 @@ def weighed(
     """Weigh the losses of a model's steps: of ``method``, train_step or test_step."""
     one_step = getattr(model, method)
     is_together = _together() if method == "test_step" else None
+    number = itertools.count(1)
 
     @functools.wraps(one_step)
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def step(*args: Any, **kwargs: Any) -> Any:
-        with agree.within(weighing, Weighing(model, process_set, averages, is_together)):
+        with (
+            agree.within(weighing, Weighing(model, process_set, averages, is_together)),
+            agree.within(agreement.step_of_fit, next(number)),
+        ):
             try:
                 return one_step(*args, **kwargs)
             finally:
