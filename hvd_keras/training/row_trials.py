@@ -169,7 +169,6 @@ def works_by_rows(part: Any) -> bool:
     True for Keras's layers, unless they have a function or an axis that may say otherwise. Batch
     normalisation and random layers use other rows in training alone, as documented.
     """
-    equation = getattr(part, "equation", "a->a")
     axes = tf.nest.flatten([getattr(part, name, None) for name in ("axis", "axes")])
     functions = [value for value in vars(part).values() if hasattr(value, "__code__")]
     return (
@@ -177,7 +176,6 @@ def works_by_rows(part: Any) -> bool:
         and isinstance(part, keras.layers.Layer)
         and not isinstance(part, keras.layers.Lambda)
         and not any(isinstance(axis, int) and (axis == 0 or axis < -1) for axis in axes)
-        and equation[0] == equation.partition("->")[2][:1]
     )
 
 
