@@ -10,7 +10,6 @@ import tensorflow as tf
 
 import hvd_keras as hvd
 from hvd_keras.runtime import agree, log
-from tests.parallel.layers import cases
 
 BATCH, STEPS, CLASSES = 4, 3, 4  # rows per rank
 layers = keras.layers
