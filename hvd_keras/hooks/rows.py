@@ -48,6 +48,8 @@ def kind_of(loss: Any, y_true: Any, y_pred: Any) -> Kind:
 
     kind: Kind = "unknown"
     with tf.init_scope(), tf.device("CPU:0"):
+        if not tf.executing_eagerly():  # TensorFlow 1
+            return kind
         # Few columns and any number of rows are enough, unless a loss is made for certain ones.
         few = [[min(size, 8) for size in shape] for shape in sizes]
         for shapes, counts in ((few, [None]), (sizes, [None]), (sizes, [_ROWS, 2 * _ROWS])):

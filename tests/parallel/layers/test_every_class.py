@@ -1,7 +1,6 @@
 """Keras's layers, losses and metrics in fit: as on one process, or with a word."""
 
 import contextlib
-import pathlib
 
 import keras
 import numpy as np
@@ -12,16 +11,11 @@ from hvd_keras.runtime import settings
 from tests.parallel.layers import cases, compare
 
 KINDS = ["layers", "losses", "metrics"]
-PAGE = pathlib.Path(__file__).parents[3] / "docs/tables/layers.md"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_class_is_known(kind: str) -> None:
-    assert cases.unknown(kind) == set(), "add them to cases.py, and run make matrix"
-    page = PAGE.read_text()
-    names = set(cases.classes(kind)) - cases.NOT_TRIED
-    assert {name for _, text, _ in cases.cases(kind) if (name := cases.class_of(text)) in names}
-    assert all(f"`{cases.class_of(text)}" in page for _, text, _ in cases.cases(kind))
+    assert cases.unknown(kind) == set(), "add them to cases.py, and run make layers"
 
 
 @pytest.mark.parametrize(
