@@ -48,6 +48,8 @@ def kind_of(loss: Any, y_true: Any, y_pred: Any) -> Kind:
 
     kind: Kind = "unknown"
     with tf.init_scope(), tf.device("CPU:0"):
+        if not tf.executing_eagerly():  # TensorFlow 1
+            return kind
         # Few columns and any number of rows are enough, unless a loss is made for certain ones.
         few = [[min(size, 8) for size in shape] for shape in sizes]
         for shapes, counts in ((few, [None]), (sizes, [None]), (sizes, [_ROWS, 2 * _ROWS])):
@@ -174,7 +176,7 @@ def works_by_rows(part: Any) -> bool:
     return (
         all(str(home.__module__).startswith("keras.") for home in (type(part), *functions))
         and isinstance(part, keras.layers.Layer)
-        and not isinstance(part, keras.layers.Lambda)
+        and type(part).__name__ not in ("Lambda", "MelSpectrogram")  # decibels below the loudest
         and not any(isinstance(axis, int) and (axis == 0 or axis < -1) for axis in axes)
     )
 
