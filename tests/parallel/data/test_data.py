@@ -378,6 +378,11 @@ def test_data_frames_are_sources() -> None:
     frame = pandas.DataFrame({"a": x, "b": 2 * x})
     dataset = data.shard((frame, pandas.Series(y)), batch_size=BATCH, shuffle=False)
     assert of_all(dataset.map(lambda x, y: (x[:, 0], y))) == IN_ORDER
+    assert dataset.element_spec[1].shape[1:] == (1,)  # as fit makes it of a Series
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(1e-6)), "huber")
+    model.fit(dataset, validation_data=dataset, verbose=0)
+    assert model.evaluate(frame, pandas.Series(y), verbose=0) > 0  # traced for the same ranks
     mixed = pandas.DataFrame({"a": x, "b": [str(i) for i in x]})
     assert "astype('float32')" in error_of(data.shard, (mixed, y), batch_size=BATCH)
 
