@@ -107,8 +107,8 @@ def _this_host(given: argparse.Namespace, wanted: list[Host] | None) -> Host:
         if wanted is None and given.size is None:
             if {"-np", "-n", "--num-proc"} & {*given.command}:
                 raise UsageError(
-                    "got -np behind the program, whose argument it is there; expected it before, "
-                    f"for example: {options.EXAMPLE}"
+                    "-np is missing before the program: what follows it are its own arguments; "
+                    f"expected for example: {options.EXAMPLE}"
                 )
             raise UsageError(
                 "-np is missing; expected the number of ranks, or auto for all cores or GPUs, for "

@@ -326,7 +326,7 @@ TRAIN = "import sys; sys.exit(0)"
         (["python", "-c", TRAIN], "-np is missing; expected the number of ranks"),
         ([], "-np is missing; expected the number of ranks"),
         (["-np", "100000", "python", "-c", TRAIN], "-np got 100000, but this process may use"),
-        (["script.py", "-np", "2"], "got -np behind the program, whose argument it is there; exp"),
+        (["script.py", "-np", "2"], "-np is missing before the program: what follows it are its o"),
         (
             ["-np", "1", "a.ipynb"],
             "got the notebook 'a.ipynb', expected a program: call hvd_keras.r",
