@@ -193,7 +193,7 @@ def main() -> None:
                         backend = ["KERAS_BACKEND=torch", "OMP_NUM_THREADS=1"]
                     if options.keras_nightly:  # all have the same Keras
                         backend.append(f"PYTHONPATH={options.keras_nightly.absolute()}")
-                    command = [*start, "-np", str(RANKS), "env", *backend, *command]
+                    command = [*start, "--no-init", "-np", str(RANKS), "env", *backend, *command]
                 jobs[side] = peer.Job(command, 1 if side == "one" else RANKS, listener)
                 ending.callback(jobs[side].end)
             rows = []

@@ -43,9 +43,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     are not copies of each other.
 
     Args:
-        optimizer: any ``keras.optimizers.Optimizer``, built or not, with all its options; one of
-            tf_keras, also of its ``legacy`` family, if ``TF_USE_LEGACY_KERAS=1`` is set; or a
-            ``tf.compat.v1.train.Optimizer``, whose ``compute_gradients`` averages then.
+        optimizer: any ``keras.optimizers.Optimizer``, built or not, with all its options, or a
+            name, such as "adam", for its defaults; one of tf_keras, also of its ``legacy`` family,
+            if ``TF_USE_LEGACY_KERAS=1`` is set; or a ``tf.compat.v1.train.Optimizer``, whose
+            ``compute_gradients`` averages then.
         name: identifies the optimizer on all ranks. Default: its number among those that this
             process has made.
         device_dense: the TensorFlow device on which dense gradients are exchanged; default: theirs.
@@ -86,11 +87,13 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         model.compile(optimizer=optimizer, loss="mse")
     """
     rank_info.rank()  # says so, if init() was not called
+    if isinstance(optimizer, str):
+        optimizer = keras.optimizers.get(optimizer)
     if not isinstance(optimizer, optimizer_classes):
         raise TypeError(
             f"hvd.DistributedOptimizer: got {optimizer!r}, expected a keras.optimizers.Optimizer, "
-            "such as keras.optimizers.Adam(), or a tf.compat.v1.train.Optimizer. For a name use "
-            f"keras.optimizers.get(name). {_other_keras(optimizer)}"
+            "such as keras.optimizers.Adam(), or a tf.compat.v1.train.Optimizer. "
+            f"{_other_keras(optimizer)}"
         )
     is_v1 = isinstance(optimizer, tf.compat.v1.train.Optimizer)
     options = agreement.ExchangeOptions(

@@ -41,6 +41,12 @@ def is_python(path: str) -> bool:
 
 
 def _why_not(program: str) -> str:
+    if program.endswith(".ipynb"):
+        return (
+            f"got the notebook {program!r}, expected a program: call hvd_keras.run(function, np=2) "
+            "in the notebook (docs/notebooks/training.md), or make a script of it: "
+            f"jupyter nbconvert --to script {program}"
+        )
     if not Path(program).is_file():
         return (
             f"got the command {program!r}, which is neither on PATH nor an executable file; "

@@ -105,6 +105,11 @@ def _this_host(given: argparse.Namespace, wanted: list[Host] | None) -> Host:
     size = given.size or slots or given.per_host
     if size is None:
         if wanted is None and given.size is None:
+            if {"-np", "-n", "--num-proc"} & {*given.command}:
+                raise UsageError(
+                    "-np is missing before the program: what follows it are its own arguments; "
+                    f"expected for example: {options.EXAMPLE}"
+                )
             raise UsageError(
                 "-np is missing; expected the number of ranks, or auto for all cores or GPUs, for "
                 f"example: {options.EXAMPLE}"

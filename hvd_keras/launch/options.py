@@ -55,7 +55,9 @@ def _at_least(least: int, option: str, text: str) -> int:
 
 def _size(option: str, text: str) -> int:
     number = text.removeprefix("p")  # "-np2" is "-n p2" to argparse
-    return AUTO if number == "auto" else _at_least(1, option, number)
+    fits = number.isascii() and number.isdecimal() and int(number) > 0
+    expected = "a positive integer, or auto for one rank per GPU, or per core without GPUs"
+    return AUTO if number == "auto" else int(_expect(fits, option, number, expected))
 
 
 def _words(option: str, text: str) -> list[str]:

@@ -31,6 +31,10 @@ from hvd_keras.launch.start.network import own_addresses
 TEXT_LIMIT = 1 << 16
 
 
+# What `input()` raises.
+_NO_INPUT = "EOFError: EOF when reading a line"
+
+
 def _conclude(folder: Path, status: int) -> None:
     """Say what the files of ``--postmortem`` show after a failure."""
     with contextlib.suppress(OSError):
@@ -274,4 +278,9 @@ class Job:
             say(line)
             if number == 0 and text:
                 self._output.write_raw(text.encode() + b"\n")
+        if verdict.culprit and _NO_INPUT in self._output.traceback(verdict.culprit)[1]:
+            say(
+                "only rank 0 has standard input: read it there, and send it to the others with "
+                "hvd.broadcast_object"
+            )
         return verdict

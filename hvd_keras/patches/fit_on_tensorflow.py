@@ -85,11 +85,13 @@ def weigh_classes(arguments: dict[str, Any]) -> None:
     Keras 3 refuses it with any weights, and should where the data have their own.
     """
     unpack = keras.utils.unpack_x_y_sample_weight
-    passes = passes_of(arguments.get("x"))
-    if not is_legacy and any(
-        one.split.uneven == "pad" and unpack(one.source.spec)[2] is None for one in passes
-    ):
-        arguments["x"] = sharding.weigh_classes(arguments["x"], arguments.pop("class_weight"))
+    dataset: Any = arguments.get("x")
+    pads = any(
+        one.split.uneven == "pad" and unpack(one.source.spec)[2] is None
+        for one in passes_of(dataset)
+    )
+    if pads and not is_legacy and unpack(dataset.element_spec)[2] is not None:
+        arguments["x"] = sharding.weigh_classes(dataset, arguments.pop("class_weight"))
 
 
 def can_look_at(dataset: Any) -> bool:

@@ -1,7 +1,10 @@
 """An uncaught error that several ranks of a host have is printed by the first of them alone."""
 
+import contextlib
 import hashlib
+import pathlib
 import sys
+import time
 import traceback
 from types import TracebackType
 from typing import Any
@@ -9,6 +12,9 @@ from typing import Any
 from hvd_keras.runtime import settings
 
 _previous: Any = None
+
+# Seconds for which a rank waits until the first one has printed the error.
+_WAIT = 2.0
 
 
 def install() -> None:
@@ -19,30 +25,38 @@ def install() -> None:
 
 
 def _hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-    try:
-        other = _other_rank(kind, value, trace)
-    except Exception:  # its own __str__ fails, or the disk is full
-        other = ""
-    if other:
-        text = f"{kind.__name__}, as on rank {other} (hvdrun --verbose: where)"
-        print(text, file=sys.stderr)
-    else:
-        _previous(kind, value, trace)
-
-
-def _other_rank(
-    kind: type[BaseException], value: BaseException, trace: TracebackType | None
-) -> str:
-    """Return the rank of this host that prints this error, if it is another one."""
+    first, printed = "", None
     folder, mine = settings.hvdrun_folder(), str(settings.launched_rank())
-    if folder is None:
-        return ""
-    lines = "".join(traceback.format_exception(kind, value, trace))
-    error = settings.ERROR + hashlib.sha256(lines.encode()).hexdigest()[:16]
     try:
-        (folder / error).symlink_to(mine)
-        first = mine
+        if folder is not None:
+            lines = "".join(traceback.format_exception(kind, value, trace))
+            error = settings.ERROR + hashlib.sha256(lines.encode()).hexdigest()[:16]
+            first, printed = _first_rank(folder / error, mine), folder / f"{error}-printed"
+            settings.tell_hvdrun(mark=error if first == mine else settings.REPEATED + error)
+    except Exception:  # its own __str__ fails, or the disk is full
+        printed = None
+    if printed is not None and first != mine and _waited_for(printed):
+        text = f"{kind.__name__}, as on rank {first} (hvdrun --verbose: where)"
+        print(text, file=sys.stderr)
+        return
+    _previous(kind, value, trace)
+    if printed is not None:
+        with contextlib.suppress(OSError, ValueError):  # a full disk; nobody reads it
+            sys.stderr.flush()
+            printed.touch()
+
+
+def _first_rank(path: pathlib.Path, mine: str) -> str:
+    """Return the rank of this host that has the error of this path first."""
+    try:
+        path.symlink_to(mine)
     except FileExistsError:
-        first = str((folder / error).readlink())
-    settings.tell_hvdrun(mark=error if first == mine else settings.REPEATED + error)
-    return first if first != mine else ""
+        return str(path.readlink())
+    return mine
+
+
+def _waited_for(path: pathlib.Path) -> bool:
+    limit = time.monotonic() + _WAIT
+    while not path.exists() and time.monotonic() < limit:
+        time.sleep(0.01)
+    return path.exists()

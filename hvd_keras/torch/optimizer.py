@@ -39,7 +39,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     its class, its configuration and its state stay what they were.
 
     Args:
-        optimizer: any ``keras.optimizers.Optimizer``.
+        optimizer: any ``keras.optimizers.Optimizer``, or its name.
         name, compression, gradient_predivide_factor, op, backward_passes_per_step,
             average_aggregated_gradients, process_set: as on TensorFlow.
         others: those of TensorFlow's that are at their defaults.
@@ -60,6 +60,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             f"hvd.DistributedOptimizer: got {', '.join(given)}, which need Keras on TensorFlow. "
             "Leave them out."
         )
+    optimizer = keras.optimizers.get(optimizer) if isinstance(optimizer, str) else optimizer
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(
             f"hvd.DistributedOptimizer: got {optimizer!r}, expected a keras.optimizers.Optimizer, "

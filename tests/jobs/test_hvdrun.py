@@ -314,7 +314,7 @@ TRAIN = "import sys; sys.exit(0)"
     [
         (
             ["-np", "0", "python", "-c", TRAIN],
-            "-np got '0'; expected a positive integer",
+            "-np got '0'; expected a positive integer, or auto",
         ),
         (["-np", "-1", "python", "-c", TRAIN], "-np got '-1'; expected a positive"),
         (
@@ -326,6 +326,11 @@ TRAIN = "import sys; sys.exit(0)"
         (["python", "-c", TRAIN], "-np is missing; expected the number of ranks"),
         ([], "-np is missing; expected the number of ranks"),
         (["-np", "100000", "python", "-c", TRAIN], "-np got 100000, but this process may use"),
+        (["script.py", "-np", "2"], "-np is missing before the program: what follows it are its o"),
+        (
+            ["-np", "1", "a.ipynb"],
+            "got the notebook 'a.ipynb', expected a program: call hvd_keras.r",
+        ),
         (["-np", "1"], "the command is missing; expected a program"),
         (["-np", "1", "--"], "the command is missing; expected a program"),
         (["-np", "1", "no-such-program"], "got the command 'no-such-program', which is neither"),

@@ -306,14 +306,24 @@ def test_tape_keeps_the_structure_of_its_sources() -> None:
 
 
 def test_wrong_optimizers() -> None:
-    with pytest.raises(TypeError, match=r"got 'adam'.*keras.optimizers.get"):
-        hvd.DistributedOptimizer("adam")
+    with pytest.raises(TypeError, match=r"got 0\.1, expected a keras.optimizers.Optimizer"):
+        hvd.DistributedOptimizer(0.1)
+    with pytest.raises(ValueError, match="adm"):
+        hvd.DistributedOptimizer("adm")
     with pytest.raises(ValueError, match="Wrap an optimizer once"):
         hvd.DistributedOptimizer(hvd.DistributedOptimizer(optimizers.SGD()))
     with pytest.raises(ValueError, match=r"hvd\.Average, hvd\.Sum"):
         hvd.DistributedOptimizer(optimizers.SGD(), op=hvd.Max)
     with pytest.raises(TypeError, match=r"tf.GradientTape"):
         hvd.DistributedGradientTape(None)
+
+
+def test_an_optimizer_may_be_named() -> None:
+    optimizer = hvd.DistributedOptimizer("sgd")
+    assert type(optimizer) is optimizers.SGD
+    weight = keras.Variable(np.ones(3, "float32"))
+    optimizer.apply([tf.fill([3], RANK + 1.0)], [weight])
+    np.testing.assert_allclose(weight, np.full(3, 1 - 0.01 * (SIZE + 1) / 2), rtol=1e-6)
 
 
 def test_class_and_config_stay_the_users() -> None:

@@ -244,6 +244,7 @@ def test_class_weights_multiply_those_of_padded_rows(labels: str) -> None:
     together.fit(rows, callbacks=[hvd.callbacks.MetricAverageCallback()], **weights)
     np.testing.assert_allclose(training.flat(together), training.flat(alone), rtol=1e-4, atol=1e-5)
 
+    together.fit(rows.map(lambda x, y, weights: (x, y)), **weights)  # as Keras does it
     own = data.shard((x, y, np.ones(len(x))), batch_size=BATCH, shuffle=False, uneven="pad")
     with pytest.raises(ValueError, match=r"class_weight.*sample_weight"):
         together.fit(own, **weights)
