@@ -5,6 +5,7 @@ page. Everything else must have the results of one process.
 """
 
 import random
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -138,43 +139,19 @@ EXCLUDED: list[Rule] = [
 ]
 
 
-class View:
+class View(types.SimpleNamespace):
     """A spec with its defaults as attributes, and what follows from them."""
 
     def __init__(self, spec: Spec) -> None:
-        self.spec = DEFAULTS | spec
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self.spec[name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-    @property
-    def is_sequence(self) -> bool:
-        """Each row has several targets, of which masks leave some out."""
-        return self.body == "masked"
-
-    @property
-    def has_table(self) -> bool:
-        return self.body in ("embedding", "masked")
-
-    @property
-    def pads_training(self) -> bool:
-        return self.uneven == "pad"
-
-    @property
-    def pads(self) -> bool:
-        return self.pads_training or self.validation == "padded"
-
-    @property
-    def validates(self) -> bool:
-        """There is a val_loss in each epoch."""
-        return self.validation != "none" and self.validation_freq == 1
-
-    @property
-    def shards(self) -> bool:
-        return self.distributed == "shard_state"
+        super().__init__(**DEFAULTS | spec, spec=spec)
+        # Rows have several targets, of which masks leave some out.
+        self.is_sequence = self.body == "masked"
+        self.has_table = self.body in ("embedding", "masked")
+        self.pads_training = self.uneven == "pad"
+        self.pads = self.pads_training or self.validation == "padded"
+        # There is a val_loss in each epoch.
+        self.validates = self.validation != "none" and self.validation_freq == 1
+        self.shards = self.distributed == "shard_state"
 
 
 def draw(seed: int) -> Spec:
