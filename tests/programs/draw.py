@@ -17,7 +17,7 @@ OPTIMIZERS = (
 )
 # The values of each choice; the first one is the default.
 CHOICES: dict[str, Any] = {
-    "body": "dense batchnorm layernorm embedding masked conv1d conv2d lstm gru",
+    "body": "dense batchnorm layernorm embedding masked masked conv1d conv2d lstm gru",
     "style": "functional sequential subclassed unbuilt",
     "inputs": "one tuple dict",
     "outputs": "one list dict",
@@ -63,7 +63,14 @@ LISTS = {
 VALUES = {n: v.split() if isinstance(v, str) else v for n, v in CHOICES.items()}
 DEFAULTS: Spec = {n: values[0] for n, values in VALUES.items()} | {n: [] for n in LISTS}
 # How often a choice is not the default, if not in 30 % of the programs.
-OFTEN = {"body": 0.8, "data": 0.85, "validation": 0.75, "optimizer": 0.6, "metrics": 0.5}
+OFTEN = {
+    "body": 0.8,
+    "weights": 0.45,
+    "data": 0.85,
+    "validation": 0.75,
+    "optimizer": 0.6,
+    "metrics": 0.5,
+}
 OFTEN |= {"mode": 0.45, "precision": 0.1, "average": 0.1, "restart": 0.15, "loss_scale": 0.1}
 DECIDERS = ["early_stopping", "plateau", "best"]
 
@@ -78,6 +85,7 @@ IMPOSSIBLE: list[Rule] = [
     (lambda s: s.loss == "custom", ["reduction"]),
     (lambda s: s.loss not in ("sparse", "probabilities") and s.weights == "class", ["weights"]),
     (lambda s: (s.is_sequence or s.outputs != "one") and s.weights == "class", ["weights"]),
+    (lambda s: "mean_" in s.reduction and s.weights == "none" and not s.is_sequence, ["reduction"]),
     (lambda s: s.mode == "eager", ["at_once"]),
     (lambda s: s.data not in ("rows", "batches", "regrouped", "generator"), ["change"]),
     (lambda s: s.data not in ("rows", "batches", "regrouped") and s.order == "own", ["order"]),

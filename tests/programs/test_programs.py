@@ -2,7 +2,7 @@
 
 from tests.programs import draw, run
 
-SEEDS = (14, 36, 402, 422, 438, 804, 833, 874, 1162, 1261, 1316, 1322)
+SEEDS = (121, 372, 422, 424, 514, 751, 906, 948, 1245, 1273, 1316, 1341)
 
 
 def test_random_programs() -> None:
