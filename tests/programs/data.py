@@ -173,9 +173,9 @@ class Feed:
                 return self._arrays(frames(spec, data))
             if spec.data == "pydataset" and not spec.repeat:
                 return {"x": Batches(data, spec.batch), "shuffle": False}
-            made = tf.data.Dataset.from_tensor_slices(data)
-            made = _generated(data) if spec.data == "generator" else made
-            return {"x": self._changed(made.batch(spec.batch)), **steps}
+            # Not _generated: docs/using/sharp-bits.md, "Data of unknown length".
+            made = tf.data.Dataset.from_tensor_slices(data).batch(spec.batch)
+            return {"x": self._changed(made), **steps}
         if spec.data == "local":
             return self._arrays(self.mine())
         return {"x": self._changed(self.sharded(spec.data)), "shuffle": False, **steps}

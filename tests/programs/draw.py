@@ -141,6 +141,8 @@ EXCLUDED: list[Rule] = [
     (lambda s: s.epochs < 2, ["restart"]),
     (lambda s: s.at_once > 1 and s.restart == "batch", ["restart"]),
     (lambda s: s.restart != "none", ["initial_epoch"]),
+    # The same: data of one's own that repeat begin with that epoch only if they skip the others.
+    (lambda s: s.data == "agree", ["restart"]),
     # docs/using/sharp-bits.md, "Losses": outside fit, hvd_keras averages the ranks' losses.
     (lambda s: s.reduction != "sum_over_batch_size" or s.is_sequence, ["then:on_batch"]),
     (lambda s: s.loss in ("dice", "custom"), ["then:on_batch"]),
