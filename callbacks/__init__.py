@@ -5,7 +5,6 @@ Imported as ``hvd_keras.callbacks``. Their order in ``fit`` matters: first
 metrics.
 """
 
-from hvd_keras.callbacks.base import ModelCheckpoint
 from hvd_keras.callbacks.broadcast import BroadcastGlobalVariablesCallback
 from hvd_keras.callbacks.checkpoint import Checkpoint
 from hvd_keras.callbacks.learning_rate import (
@@ -13,8 +12,9 @@ from hvd_keras.callbacks.learning_rate import (
     LearningRateWarmupCallback,
 )
 from hvd_keras.callbacks.metric_average import MetricAverageCallback
-from hvd_keras.callbacks.progress import ProgressLogger
-from hvd_keras.callbacks.stats import StatsLogger
+from hvd_keras.callbacks.model_checkpoint import ModelCheckpoint
+from hvd_keras.callbacks.progress_logger import ProgressLogger
+from hvd_keras.callbacks.stats_logger import StatsLogger
 from hvd_keras.callbacks.verify_weights import VerifyWeights
 
 __all__ = [

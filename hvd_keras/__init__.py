@@ -46,7 +46,7 @@ def _step_aside() -> None:
 if importlib.util.find_spec("hvd_keras.callbacks") is None:
     _step_aside()
 
-from hvd_keras.runtime import settings  # noqa: E402
+from hvd_keras.runtime import settings, shared_errors  # noqa: E402
 
 TENSORFLOW_VERSIONS = ">=2.16,<2.23"
 
@@ -99,6 +99,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'hvd_keras' has no attribute {name!r}")
     settings.tell_hvdrun(mark=settings.ASKED_FOR)
+    shared_errors.install()
     home = _HOMES[name]
     if settings.keras_backend() != "tensorflow":
         rooms = importlib.import_module(f"hvd_keras.{settings.keras_backend()}")

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from hvd_keras import ops
 from hvd_keras.compat import legacy_keras, tensorflow_v1
-from hvd_keras.gradients import agreement, model_ranks, reducer, shards, zero
+from hvd_keras.gradients import agreement, model_ranks, origin, reducer, shards, zero
 from hvd_keras.ops.reduction import Compression, Compressor
 from hvd_keras.runtime import rank_info
 from hvd_keras.runtime.keras import is_legacy, keras, optimizer_classes
@@ -325,6 +325,7 @@ class DistributedGradientTape:
         """
         # This rank's, of any structure; they travel as a flat list.
         gradients = self._tape.gradient(target, sources, *args, **kwargs)
+        origin.forget(tf.nest.flatten(sources))  # the script may change what is exchanged
         reduced = self._reducer.reduce(
             tf.nest.flatten(gradients), tf.nest.flatten(sources), self._local
         )

@@ -173,7 +173,7 @@ def _weights(real: Any, weight: float) -> Any:
 
 def parts_of(source: Any, flatten: Any) -> list[Any]:
     """Return nested arrays as a flat list. Raises ValueError if they are no rows."""
-    parts = [np.asarray(part) for part in flatten(source)]
+    parts = [_as_fit_shapes(part) for part in flatten(source)]
     if not parts or any(part.ndim == 0 for part in parts):
         raise ValueError(
             f"got {source!r:.99}, expected arrays, tf.data.Dataset or PyDataset. "
@@ -191,6 +191,12 @@ def parts_of(source: Any, flatten: Any) -> list[Any]:
                 "tf.ragged.constant(x)."
             )
     return parts
+
+
+def _as_fit_shapes(part: Any) -> Any:
+    """Return an array as ``fit`` makes it: a ``pandas.Series`` of n rows is one of shape [n, 1]."""
+    array = np.asarray(part)
+    return array[:, np.newaxis] if array.ndim == 1 and hasattr(part, "to_frame") else array
 
 
 def like(array: Any) -> Any:

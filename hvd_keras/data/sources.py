@@ -1,5 +1,6 @@
 """The sources of ``hvd.data.shard``, the passes over them, and what the ranks compare of them."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -140,6 +141,20 @@ def check_arguments(
         raise ValueError(f"{batch_size=}, expected 1 or more rows per rank and step.")
 
 
+_TENSOR_SPEC = re.compile(r"TensorSpec\(shape=(\(.*?\)), dtype=tf.(\w+), name=None\)")
+_SAME_SOURCE = (
+    "Give every rank the same whole source: it gets its share of that. If each rank has rows or "
+    "files of its own, use hvd.data.agree_on_steps instead."
+)
+_ADVICE = {
+    "arguments": "Give every rank the same arguments.",
+    "values or orders of rows": f"{_SAME_SOURCE} Random numbers need the same seeds, "
+    "the global one (keras.utils.set_random_seed), too; apply random maps after shard(…). A "
+    "dataset that shuffles itself has another order in each pass: look at its rows on all ranks, "
+    "or on none.",
+}
+
+
 def check_source(
     rows: Source,
     given: str,
@@ -149,18 +164,21 @@ def check_source(
     process_set: ProcessSet,
 ) -> None:
     """Raise ValueError on all ranks if their sources or arguments (``given``) cannot be used."""
-    description = f"{rows.length} rows of {rows.spec}, batch_size={rows.batch_size}, "
-    description += f"{rows.description}, {given}"
-    views = agree.gather_json("hvd.data.shard arguments", description, process_set)
-    if len(set(views)) > 1:
-        raise ValueError(
-            "hvd.data.shard: the ranks have different sources or arguments: "
-            f"{agree.by_rank(views, process_set)}. Give every rank the same whole source, in the "
-            "same order (with the same seeds, the global one too), and apply random maps after "
-            "shard(…). A dataset that shuffles itself has another order in each pass: look at its "
-            "rows on all ranks, or on none. If each rank has its own files, use "
-            "hvd.data.agree_on_steps."
-        )
+    # The first that differs is told; it often is why later ones do.
+    facts = {
+        "arguments": f"batch_size={rows.batch_size}, {given}",
+        "numbers of rows": rows.length,
+        "shapes or dtypes of rows": _TENSOR_SPEC.sub(r"\2\1", str(rows.spec)),
+        "values or orders of rows": rows.description,
+    }
+    views = agree.gather_json("hvd.data.shard arguments", facts, process_set)
+    for what in facts:
+        mine = [theirs[what] for theirs in views]
+        if len(set(mine)) > 1:
+            raise ValueError(
+                f"hvd.data.shard: the ranks have different {what}: "
+                f"{agree.by_rank(mine, process_set)}. {_ADVICE.get(what, _SAME_SOURCE)}"
+            )
     if rows.steps == 0 or (rows.left_out and split.uneven == "error"):
         global_batch = split.size * rows.batch_size
         raise ValueError(

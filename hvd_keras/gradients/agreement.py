@@ -3,6 +3,7 @@
 ``reducer.GradientReducer`` exchanges them.
 """
 
+import contextvars
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -105,6 +106,60 @@ def refuse_strategies() -> None:
         )
 
 
+#: The number of the present step of ``fit`` in eager code.
+step_of_fit: contextvars.ContextVar[int] = contextvars.ContextVar("step of fit", default=0)
+
+_DIFFERENT_STEPS = (
+    "the ranks skip different steps, so that they would average gradients of different steps. Skip "
+    "a step on all ranks if one of them must: hvd.allreduce(tf.cast(condition, tf.int32), "
+    "op=hvd.Min) == 1"
+)
+
+
+def counter() -> Any:
+    """The handle of a variable for ``check_step``."""
+    # A tf.function that is being traced would take a tf.Variable for one of its own.
+    with tf.init_scope():
+        zero, name = tf.constant(0, tf.int64), f"hvd_keras steps {next(_counters)}"
+        handle = tf.raw_ops.VarHandleOp(dtype=zero.dtype, shape=[], shared_name=name)
+        tf.raw_ops.AssignVariableOp(resource=handle, value=zero)
+    return handle
+
+
+_counters = itertools.count()
+
+
+def check_step(name: str, steps: Any, process_set: ProcessSet) -> None:
+    """Let a step of a graph fail on all ranks if some skip it and others another one.
+
+    In a branch, ranks compare how often the function around all branches has run.
+
+    Args:
+        steps: a ``counter`` of that.
+    """
+    graph: Any = tf.compat.v1.get_default_graph()
+    outer = None
+    while graph is not None and getattr(graph, "building_function", False):
+        graph, inner = getattr(graph, "outer_graph", None), graph
+        if type(inner).__name__ == "CondBranchFuncGraph":
+            outer = graph
+    if outer is None:
+        return
+    with outer.as_default():  # in which all ranks count each step
+        tf.raw_ops.AssignAddVariableOp(resource=steps, value=tf.constant(1, tf.int64))
+        step = tf.raw_ops.ReadVariableOp(resource=steps, dtype=tf.int64)
+    gathered = ops.allgather(step[tf.newaxis], name=f"{name} step", process_set=process_set)
+
+    def fail() -> tf.Tensor:
+        # XLA drops assertions; of these, which differ in shape, no rank gets one.
+        mine = tf.zeros([1 + process_set.rank()])
+        failing = f"{name}: {_DIFFERENT_STEPS}"
+        (zeros,) = ops.reduce_tensors([mine], op=ops.Sum, name=failing, process_set=process_set)
+        return zeros[0]
+
+    tf.cond(tf.reduce_all(gathered == step), lambda: tf.constant(0.0), fail)
+
+
 def kinds_of(gradients: Sequence[Any]) -> tuple[Kind | None, ...]:
     """How this rank has each gradient: dense, sparse, or not at all."""
     return tuple(
@@ -117,11 +172,14 @@ def agree_on_kinds(
     name: str, kinds: Sequence[Kind | None], process_set: ProcessSet
 ) -> tuple[Kind | None, ...]:
     """How each gradient is sent: dense if dense on any rank, None only if no rank has it."""
-    mine = np.array([[_KINDS.index(kind) for kind in kinds]], np.uint8)  # [1, variables]
+    numbers = [step_of_fit.get() % 256, *(_KINDS.index(kind) for kind in kinds)]
+    mine = np.array([numbers], np.uint8)  # [1, 1 + variables]
     call = {"name": f"{name}.kinds", "process_set": process_set.id()}
     (gathered,) = agree.run("allgather", [mine], **call)
+    if tf.executing_eagerly() and np.ptp(gathered[:, 0]):
+        raise ValueError(f"{name}: {_DIFFERENT_STEPS}.")
     # [ranks, variables]: what one rank has dense, all send dense.
-    return tuple(_KINDS[i] for i in gathered.max(axis=0))
+    return tuple(_KINDS[i] for i in gathered[:, 1:].max(axis=0))
 
 
 def completed(gradient: Any, kind: Kind | None, spec: VariableSpec) -> Any:

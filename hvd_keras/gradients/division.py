@@ -88,12 +88,11 @@ def gather(
             part = tf.cast(share, part.dtype) * part
             (total,) = ops.reduce_tensors([part], op=ops.Sum, name=name, process_set=process_set)
             return total
-        mask = getattr(part, "_keras_mask", None)
         gathered = ops.allgather(of_mine(part), name=name, process_set=process_set)
-        if mask is not None:
-            gathered._keras_mask = ops.allgather(
-                of_mine(mask), name=f"{name} mask", process_set=process_set
-            )
+        for also in ("_keras_mask", "_keras_logits"):  # which losses of Keras use
+            if (rows := getattr(part, also, None)) is not None:
+                rows = ops.allgather(of_mine(rows), name=name + also, process_set=process_set)
+                setattr(gathered, also, rows)
         return gathered
 
     parts = enumerate(tf.nest.flatten(value))

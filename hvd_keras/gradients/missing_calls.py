@@ -11,15 +11,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvd_keras.gradients import division, model_ranks, shards
 from hvd_keras.runtime import agree, libraries, log, rank_info, settings
 from hvd_keras.runtime.keras import graph, is_eager, outside_graphs, unconverted, values_of
 from hvd_keras.runtime.process_sets import ProcessSet
-
-if TYPE_CHECKING:
-    from hvd_keras.training.values import Values
 
 #: Whether ``fit`` is running.
 in_fit = contextvars.ContextVar("a fit is running", default=False)
@@ -233,8 +230,11 @@ def check_weights(
     return True
 
 
-def check_values(values: "Values", when: str) -> None:
-    """Compare the values of a model in ``fit``; ``when`` is "begun", "step" or "ended"."""
+def check_values(values: Any, when: str) -> None:
+    """Compare the values of a model in ``fit``, which ``training.values.Values`` has.
+
+    ``when`` is "begun", "step" or "ended".
+    """
     global _empty_broadcast
     # In steps one request now and then; at the beginning and the end all ranks are here anyway.
     reported = values.reported

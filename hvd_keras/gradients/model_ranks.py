@@ -1,22 +1,31 @@
 """Which ranks train a model together, and which variables belong to one rank alone.
 
-Callbacks and patches of Keras ask here. The answers come from the ``GradientReducer`` in the
+Callbacks and patches of Keras ask here. The answers come from the reducer in the
 attribute ``_hvd_reducer`` of the model's optimizers.
 """
 
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from hvd_keras.gradients import shards
 from hvd_keras.runtime.keras import innermost, keras, optimizer_classes
 from hvd_keras.runtime.process_sets import ProcessSet
-
-if TYPE_CHECKING:
-    from hvd_keras.gradients.reducer import GradientReducer
+from hvd_keras.runtime.reductions import ReduceOp
 
 
-def reducer_of(optimizer: Any) -> "GradientReducer | None":
+class Reducer(Protocol):
+    """What reduces the gradients of a distributed optimizer, as ``reducer.GradientReducer``."""
+
+    name: str
+    process_set: ProcessSet
+    op: ReduceOp
+    is_sharded: bool
+    averages_rows: bool
+    options: Any  # agreement.ExchangeOptions
+
+
+def reducer_of(optimizer: Any) -> Reducer | None:
     """The reducer of a distributed optimizer, also inside a LossScaleOptimizer; else None."""
     return getattr(innermost(optimizer), "_hvd_reducer", None)
 
@@ -52,7 +61,7 @@ def optimizers_of(model: Any) -> list[Any]:
     return list(found.values())
 
 
-def reducers_of(model: Any) -> "list[GradientReducer]":
+def reducers_of(model: Any) -> list[Reducer]:
     """Return the reducers of a model's distributed optimizers."""
     reducers = map(reducer_of, optimizers_of(model))
     return list({id(r): r for r in reducers if r is not None}.values())

@@ -20,9 +20,11 @@ from hvd_keras.gradients import (
     agreement,
     buckets,
     clipping,
+    division,
     joining,
     missing_calls,
     model_ranks,
+    origin,
     shards,
 )
 from hvd_keras.gradients.specs import (
@@ -59,6 +61,7 @@ class GradientReducer:
         self._plans: dict[Any, Plan] = {}  # by what _plan has compared: one per trace, or kinds
         # The lists of variables that the ranks have compared.
         self._agreed: dict[Any, tuple[VariableSpec, ...]] = {}
+        self._steps: Any = None  # counts those of a graph
         self.has_local = False  # any rank has local variables: all must clip alike
 
     def register_local(self, variable: Any) -> None:
@@ -105,6 +108,9 @@ class GradientReducer:
         # With is_sharded their exchange prepares that of the values.
         if present and not self.is_sharded and all(hasattr(g, "_hvd_reduced") for g in present):
             return Step(self, None, gradients, variables, divided=divided)
+        if tf.inside_function():
+            self._steps = agreement.counter() if self._steps is None else self._steps
+            agreement.check_step(self.name, self._steps, self.process_set)
         gradients = self.options.densified(gradients)
         # A divided table's gradient is the sum over all ranks already: its lookup has moved it.
         local_ids = {*self.local, *map(shards.variable_id, local)}
@@ -355,7 +361,11 @@ class KerasReducer(GradientReducer):
         if variables is None:
             variables = self.optimizer._trainable_variables
         self._updates += 1
-        step = self.begin(grads, list(variables))
+        variables = list(variables)
+        is_together = self.process_set.size() > 1 and not agree.is_building.get()
+        if is_together and self.averages_rows and not division.is_on:
+            origin.check(self.name, grads, variables, self.process_set)
+        step = self.begin(grads, variables)
         with replaced(self, "step", step):
             yield step
 

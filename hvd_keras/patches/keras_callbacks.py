@@ -14,7 +14,7 @@ import numpy as np
 
 from hvd_keras.data.sources import Passes
 from hvd_keras.gradients import division, missing_calls, model_ranks
-from hvd_keras.runtime import agree
+from hvd_keras.runtime import agree, settings
 from hvd_keras.runtime.keras import keras, replaced, summary
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.training import variables
@@ -65,7 +65,7 @@ def edited(common: Fit, callbacks: Sequence[Any]) -> list[Any]:
 def on_leader_alone(
     callbacks: Sequence[Any], process_set: ProcessSet, common: Fit | None = None
 ) -> Iterator[None]:
-    """Silence the callbacks that write files, except on the first rank.
+    """Silence the callbacks that write files or print, except on the first rank.
 
     In the ``fit`` that ``common`` is, ``ModelCheckpoint`` writes there, and the others wait for it.
     """
@@ -77,6 +77,9 @@ def on_leader_alone(
             if isinstance(callback, _WRITERS) and process_set.rank() != 0:
                 stack.callback(setattr, callback, "__class__", cls)
                 callback.__class__ = _silent(cls)
+            prints = cls.__module__.startswith("keras.") and getattr(callback, "verbose", 0)
+            if prints and process_set.rank() != 0 and not settings.read().verbose_all:
+                stack.enter_context(replaced(callback, "verbose", 0))
             if isinstance(callback, _CHECKPOINT) and common is not None:
                 save = functools.partial(_save, common, callback._save_model)
                 stack.enter_context(replaced(callback, "_save_model", save))

@@ -13,6 +13,7 @@ weighed.
 import contextvars
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.gradients import division, missing_calls, specs
+from hvd_keras.gradients import agreement, division, missing_calls, specs
 from hvd_keras.runtime import agree, rank_info
 from hvd_keras.runtime.keras import call_loss, divisors, is_legacy, replaced
 from hvd_keras.runtime.process_sets import ProcessSet
@@ -67,13 +68,14 @@ def weighed(
     """Weigh the losses of a model's steps: of ``method``, train_step or test_step."""
     one_step = getattr(model, method)
     is_together = _together() if method == "test_step" else None
+    number = itertools.count(1)
 
     @functools.wraps(one_step)
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def step(*args: Any, **kwargs: Any) -> Any:
         counts = method == "train_step" and model in fit_state.counting_rows
         own = Weighing(model, process_set, averages, is_together, counts)
-        with agree.within(weighing, own):
+        with agree.within(weighing, own), agree.within(agreement.step_of_fit, next(number)):
             try:
                 result = one_step(*args, **kwargs)
             finally:

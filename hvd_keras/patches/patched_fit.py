@@ -19,7 +19,7 @@ from hvd_keras.runtime.keras import KERAS_VERSIONS, flatten, is_eager, keras, re
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.runtime.reductions import Adasum, Average
 from hvd_keras.saving import background
-from hvd_keras.training import fit_state, progress, values, variables
+from hvd_keras.training import fit_state, own_files, progress, values, variables
 from hvd_keras.training.fit_state import Backend, Fit, running
 
 _signature = functools.cache(inspect.signature)
@@ -60,6 +60,8 @@ def fit(
             process_set = own.process_set
             _weigh(stack, backend, model, process_set, "train_step")
             stack.enter_context(keras_callbacks.on_leader_alone(callbacks, process_set, own))
+            if not division.is_on:  # in which the others write copies
+                stack.enter_context(own_files.noted(process_set))
         if observe.publisher is not None:  # hvdrun shows how far the training is
             runs = [*runs, progress.Progress(backend.gpu_bytes)]
         if given is not None and hasattr(given, "callbacks"):  # a CallbackList

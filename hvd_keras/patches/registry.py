@@ -15,7 +15,7 @@ import tensorflow as tf
 import tensorflow.saved_model.experimental
 
 from hvd_keras.compat import legacy_keras
-from hvd_keras.gradients import missing_calls, shards, zero
+from hvd_keras.gradients import missing_calls, origin, shards, zero
 from hvd_keras.patches import fit_on_tensorflow, keras_classes, losses, patched_fit
 from hvd_keras.runtime import log
 from hvd_keras.runtime.keras import is_legacy, keras, replace, require
@@ -120,5 +120,6 @@ def _common_rows() -> list[Patch]:
         (tensorflow.saved_model, "save", _WHOLE_FILES, export),
         (model, "evaluate", _ONE_WRITER, evaluate),
         (model, "predict", _ONE_WRITER, evaluate),
+        (tf.GradientTape, "gradient", "to find gradients that a script changes", origin.record),
         (keras.losses.Loss, "__call__", "to weigh the ranks' losses", losses.call),
     ]

@@ -26,6 +26,8 @@ CHOSEN = "chosen"
 FOLLOWS = "follows"
 LEAVING = "leaving"
 ENDED = "ended"
+#: what begins the name of an uncaught error; before it, that another rank of the host prints it.
+ERROR, REPEATED = "error-", "repeated-"
 
 #: Exit statuses of ranks that end because of another rank: it left while this one waited for it;
 #: this one timed out waiting for it; Open MPI lost the connection to it.
@@ -262,6 +264,13 @@ def tell_hvdrun(**message: Any) -> None:
                 os.close(folder)
             _hvdrun = ear
         _hvdrun.send(json.dumps(message).encode())
+
+
+def hvdrun_folder() -> pathlib.Path | None:
+    """Return the folder of the job on this host; None without hvdrun, or if it is verbose."""
+    if "HVDRUN_TELL" not in os.environ or "HVDRUN_VERBOSE" in os.environ:
+        return None
+    return pathlib.Path(os.environ["HVDRUN_TELL"]).parents[1]
 
 
 def tell_imports() -> None:

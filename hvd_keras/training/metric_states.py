@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hvd_keras.runtime import agree
-from hvd_keras.runtime.keras import Variable, is_legacy, keras
+from hvd_keras.runtime.keras import Variable, flatten, is_legacy, keras
 from hvd_keras.runtime.process_sets import ProcessSet
 
 _COUNTS = ("true_positives", "true_negatives", "false_positives", "false_negatives")
@@ -63,7 +63,10 @@ class MetricState:
 def is_summable(metric: Any) -> bool:
     """Whether the ranks' states of a metric, which was updated, can be added up."""
     # True for the metrics of Keras and for derived classes that add no variables. Other variables
-    # may not be sums.
+    # may not be sums; nor is what a function computes over the rows of a batch.
+    axis = getattr(metric, "_fn_kwargs", {}).get("axis")
+    if any(isinstance(number, int) and (number == 0 or number < -1) for number in flatten(axis)):
+        return False
     for base, names in _SUMS.items():
         if isinstance(metric, base):
             known = {id(getattr(metric, name, None)) for name in names}

@@ -48,6 +48,8 @@ def kind_of(loss: Any, y_true: Any, y_pred: Any) -> Kind:
 
     kind: Kind = "unknown"
     with tf.init_scope(), tf.device("CPU:0"):
+        if not tf.executing_eagerly():  # TensorFlow 1
+            return kind
         # Few columns and any number of rows are enough, unless a loss is made for certain ones.
         few = [[min(size, 8) for size in shape] for shape in sizes]
         for shapes, counts in ((few, [None]), (sizes, [None]), (sizes, [_ROWS, 2 * _ROWS])):
@@ -169,15 +171,13 @@ def works_by_rows(part: Any) -> bool:
     True for Keras's layers, unless they have a function or an axis that may say otherwise. Batch
     normalisation and random layers use other rows in training alone, as documented.
     """
-    equation = getattr(part, "equation", "a->a")
     axes = tf.nest.flatten([getattr(part, name, None) for name in ("axis", "axes")])
     functions = [value for value in vars(part).values() if hasattr(value, "__code__")]
     return (
         all(str(home.__module__).startswith("keras.") for home in (type(part), *functions))
         and isinstance(part, keras.layers.Layer)
-        and not isinstance(part, keras.layers.Lambda)
+        and type(part).__name__ not in ("Lambda", "MelSpectrogram")  # decibels below the loudest
         and not any(isinstance(axis, int) and (axis == 0 or axis < -1) for axis in axes)
-        and equation[0] == equation.partition("->")[2][:1]
     )
 
 

@@ -256,9 +256,11 @@ def check_row(launcher: Launcher, row: Row) -> None:
     assert done.returncode != 0
     assert row.status in (None, done.returncode), done.stderr
     assert re.search(row.summary, done.stderr, re.MULTILINE), done.stderr
+    assert re.search(row.heard, done.stderr), done.stderr
     for rank in (0, 2):
         lines = [line for line in done.stderr.splitlines() if line.startswith(f"[{rank}]")]
-        assert re.search(row.heard, "\n".join(lines)), done.stderr
+        heard = rf"{row.heard}|Error, as on rank {2 - rank} "  # if both have the same error
+        assert re.search(heard, "\n".join(lines)), done.stderr
         if row.heard.startswith("AbortedError"):  # the culprit's traceback says more
             assert "Traceback" not in "\n".join(lines)
     where = r"^hvdrun: postmortem: rank 1 .*\n  rank 1 (?:was|last called hvd_keras) at (.*)$"

@@ -131,7 +131,7 @@ def test_models_that_differ(name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"batch_size": by_rank(4, 2)}, "batch_size: "),
+        ({"batch_size": by_rank(4, 2)}, "different numbers of batches"),
         ({"epochs": by_rank(1, 2)}, "epochs: "),
         (
             {"steps_per_epoch": by_rank(2, 3)},

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
+from hvd_keras.gradients import missing_calls
 from hvd_keras.runtime import agree
 from tests.harness import training
 
@@ -132,6 +133,36 @@ def test_the_best_checkpoint_is_chosen_by_all_ranks_metrics(directory: pathlib.P
     saved = training.dense_model()
     saved.load_weights(directory / "best.weights.h5")
     assert np.array_equal(training.flat(saved), training.flat(model)) == (SIZE > 1)
+
+
+@several
+@pytest.mark.parametrize("whose", ["all", "one", "each"])
+def test_files_of_own_callbacks_are_written_by_one_rank(directory, monkeypatch, whose) -> None:
+    told = []
+    monkeypatch.setattr(missing_calls, "tell", lambda text, *_: told.append(text))
+
+    class Log(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if RANK == 0 or whose != "one":
+                name = f"{RANK}.txt" if whose == "each" else "log.txt"
+                with open(directory / name, "a") as file:
+                    file.write(f"{epoch}\n")
+
+    fit(compiled(), [Log(), keras.callbacks.CSVLogger(directory / "log.csv")])
+    assert [("callback Log writes" in text, "log.txt" in text) for text in told] == (
+        [(True, True)] if whose == "all" else []
+    )
+
+
+@several
+def test_callbacks_of_keras_print_on_one_rank(capfd) -> None:
+    stop = keras.callbacks.EarlyStopping("loss", patience=0, min_delta=99, verbose=1)
+    rate = keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=99, verbose=1)
+    schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate, verbose=1)
+    fit(compiled(), [hvd.callbacks.MetricAverageCallback(), schedule, rate, stop], epochs=3)
+    printed = capfd.readouterr().out
+    assert ("early stopping" in printed) == ("setting learning rate" in printed) == (RANK == 0)
+    assert (stop.verbose, rate.verbose, schedule.verbose) == (1, 1, 1)
 
 
 @several

@@ -94,6 +94,8 @@ class Run:
             environment["PYTHONPATH"] = str(ROOT / "tests" / "harness" / "start")
         if ranks > 1:
             hvdrun = [sys.executable, "-m", "hvd_keras.hvdrun", "-np", str(ranks)]
+            if not re.search(r"(import|from) (hvd_keras|horovod)", script.path.read_text()):
+                hvdrun.append("--no-init")  # the script joins no job, as those of its tests
             command = [*hvdrun, "--oversubscribe", *command]
         self.results = Path(folder, "results")
         self.results.mkdir()

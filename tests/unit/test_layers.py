@@ -1,5 +1,7 @@
-"""Which folder of native/ may include which."""
+"""Which folder of native/ may include which, and no import of Python's goes in a circle."""
 
+import ast
+import graphlib
 import pathlib
 import re
 
@@ -90,3 +92,27 @@ def test_every_folder_says_what_it_is_for() -> None:
         name = folder.removeprefix("core/")
         if folder.startswith("core/"):
             assert f"| `{name}/` |" in text, folder
+
+
+def imports(path: pathlib.Path, modules: set[str]) -> set[str]:
+    """Returns the modules of the package that a file imports anywhere, also for types alone."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if name in modules else str(node.module) for name in names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found & modules
+
+
+def test_no_module_imports_what_imports_it() -> None:
+    root = NATIVE.parent
+    modules = {}
+    for folder, package in (("hvd_keras", "hvd_keras"), ("callbacks", "hvd_keras.callbacks")):
+        for path in (root / folder).rglob("*.py"):
+            parts = path.relative_to(root / folder).with_suffix("").parts
+            modules[".".join([package, *parts]).removesuffix(".__init__")] = path
+    graph = {name: imports(path, set(modules)) for name, path in modules.items()}
+    assert any(graph.values())
+    graphlib.TopologicalSorter(graph).prepare()  # a CycleError shows the circle

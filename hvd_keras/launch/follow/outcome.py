@@ -9,7 +9,14 @@ from typing import Any
 from hvd_keras import postmortem
 from hvd_keras.launch.onhost.limits import DESERTER_GRACE, GRACE, TIE
 from hvd_keras.launch.onhost.process import shell_status
-from hvd_keras.runtime.settings import DESERTED, FOLLOWERS, MPI_LOST, WAITED_IN_VAIN
+from hvd_keras.runtime.settings import (
+    DESERTED,
+    ERROR,
+    FOLLOWERS,
+    MPI_LOST,
+    REPEATED,
+    WAITED_IN_VAIN,
+)
 
 # Marks that say where a rank is: inside `hvd.init()`, in the job, inside MPI_Finalize, after it.
 PHASES = ("arrived", "joined", "leaving", "ended")
@@ -44,6 +51,11 @@ class Report:
         self.marks.add(mark)
         if mark in PHASES:
             self.phase, self.time = mark, time.monotonic()
+
+    @property
+    def error(self) -> str:
+        """The name of the error that has ended the rank; empty if it is unknown."""
+        return next((mark.removeprefix(REPEATED) for mark in self.marks if ERROR in mark), "")
 
     @property
     def over(self) -> bool:
@@ -176,6 +188,8 @@ def judge(
         how = culprit.describe() if culprit.status is None else _describe_status(status)
         if culprit.status == -signal.SIGKILL:
             how += " (out of memory? see dmesg)"
+        # Of ranks with the same error, the one that has printed it.
+        culprit = next((one for one in reports if culprit.error in one.marks), culprit)
         cause = f"{names_and_hosts([culprit])} failed first: {how}"
         return verdict(shell_status(status), cause, culprit, culprit=culprit.rank)
     if early:
@@ -184,7 +198,8 @@ def judge(
     if waited := [one for one in followers if one.status == WAITED_IN_VAIN]:
         known = _describe_absent(reports, waited[0].phase) or "the error above names that rank"
         cause = f"{names(waited)} timed out waiting for another rank; {known}"
-        return verdict(WAITED_IN_VAIN, cause, waiting=waited[0].rank)
+        told = next((one for one in waited if one.error in one.marks), waited[0])
+        return verdict(WAITED_IN_VAIN, cause, waiting=told.rank)
     lost = [one for one in followers if one.status == MPI_LOST]
     if lost and not was_killed:
         cause = f"{names(lost)} lost the connection to another rank"
@@ -244,7 +259,9 @@ def _describe_others(reports: Collection[Report], culprit: Report | None) -> lis
     states: dict[tuple[str, str], list[Report]] = {}
     for report in reports:
         if report is not culprit:
-            states.setdefault((report.describe(ender), report.host), []).append(report)
+            is_same = culprit is not None and culprit.error and report.error == culprit.error
+            state = "failed in the same way" if is_same else report.describe(ender)
+            states.setdefault((state, report.host), []).append(report)
     return [f"{names_and_hosts(alike)}: {state}" for (state, _), alike in states.items()]
 
 

@@ -1,5 +1,7 @@
 """tf.data.Datasets of rows and of batches, of known and unknown length, for hvd.data.shard."""
 
+import time
+
 import keras
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ from tests.harness.shards import (
     of_all,
     rows_dataset,
     samples,
+    shard,
     tuples,
 )
 
@@ -88,7 +91,7 @@ def test_keras_directories_and_series_are_taken_for_what_they_are(directory) -> 
     if SIZE > 1:  # without a seed each rank shuffles differently
         keras.utils.set_random_seed(RANK)
         unseeded = read(directory, batch_size=BATCH, verbose=False)
-        assert "with the same seeds" in error_of(data.shard, unseeded)
+        assert "need the same seeds" in error_of(data.shard, unseeded)
     series = np.arange(TOGETHER + SIZE + 2, dtype="float32")
     source = keras.utils.timeseries_dataset_from_array(series, series, 3, batch_size=BATCH)
     steps = agree.gather_json("series", [y.numpy().tolist() for _, y in data.shard(source)])
@@ -138,7 +141,7 @@ def test_dataset_of_unknown_length_ends_after_the_same_step_on_all_ranks(make) -
     assert of_all(data.shard(make(), batch_size=BATCH, uneven="trim")) == IN_ORDER[:2]
     if SIZE > 1:
         differ = make().filter(lambda x, y: x < LENGTH - RANK)
-        assert f"rank 1: {LENGTH - 1} rows" in error_of(data.shard, differ, batch_size=BATCH)
+        assert f"rank 1: {LENGTH - 1}" in error_of(data.shard, differ, batch_size=BATCH)
     shuffled = data.shard(make(), batch_size=BATCH, shuffle=True)
     epochs = [of_all(shuffled) for _ in range(2)]
     assert epochs[0] != epochs[1]
@@ -229,3 +232,22 @@ def test_a_tensorflow_that_hides_how_a_dataset_shuffles_is_refused(monkeypatch) 
     datasets._check_names.cache_clear()
     with pytest.raises(RuntimeError, match=r"cannot see how TensorFlow .* shuffles"):
         data.shard(rows_dataset().shuffle(9), batch_size=BATCH)
+
+
+@pytest.mark.parametrize("kind", ["arrays", "elements"])
+def test_repeated_data_of_several_fits_whatever_a_prefetch_has_begun(kind: str) -> None:
+    """A fit goes on with the pass after those that the fits before have read."""
+    x, y, _ = samples(3 * TOGETHER)
+
+    def late(x, y):
+        wait = tf.numpy_function(lambda: time.sleep(0.05 * RANK) or np.float32(0), [], tf.float32)
+        return x + tf.ensure_shape(wait, []), y
+
+    together, expected = distributed_model(), distributed_model()
+    repeated = shard(kind, x, y, seed=7, shuffle=True).map(late).repeat().prefetch(8)
+    for steps in (2, 4):
+        together.fit(repeated, steps_per_epoch=steps, verbose=0)
+    for epoch, steps in [(0, 2), (1, 3), (2, 1)]:
+        rest = shard(kind, x, y, seed=7, shuffle=True, start_epoch=epoch)
+        expected.fit(rest, steps_per_epoch=steps, verbose=0)
+    np.testing.assert_array_equal(training.flat(together), training.flat(expected))

@@ -1,0 +1,195 @@
+"""Whether an optimizer gets a tape's gradients, times numbers that are equal on all ranks.
+
+Their mean over the ranks is the gradient of one process. That of clipped or normalised gradients is
+not: each rank has changed them by its own rows.
+"""
+
+import os
+import sysconfig
+import traceback
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import tensorflow as tf
+
+from hvd_keras.gradients import missing_calls, shards
+
+# "equal" on all ranks; a "gradient", or linear in it; "changed", another function of one; or of
+# "data" alone, such as an estimate of a gradient.
+_Kind = Literal["equal", "gradient", "changed", "data"]
+
+# Linear in all inputs; products are linear in one, if the others are equal on all ranks.
+_LINEAR = {
+    *("Identity", "IdentityN", "Cast", "Neg", "Reshape", "Transpose", "AddN", "AddV2", "Add"),
+    *("Sub", "Squeeze", "ExpandDims", "ConcatV2", "Split", "SplitV", "Pack", "Unpack", "Sum"),
+    *("Mean", "Slice", "StridedSlice", "CheckNumerics", "StopGradient", "PreventGradient"),
+    *("UnsortedSegmentSum", "GatherV2", "Pad", "PadV2", "BroadcastTo", "Tile"),
+}
+_PRODUCTS = {"Mul", "RealDiv", "Div", "DivNoNan", "MatMul", "BatchMatMulV2", "Einsum"}
+_OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike"}
+_ASSIGNMENTS = {"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"}
+_DEPTH = 60  # beyond which no gradient is looked for
+# Where no line is the script's.
+_LIBRARIES = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    os.path.dirname(os.path.dirname(__file__)),
+    "<",
+)
+
+# What tapes have returned in graphs: the names of tensors.
+_names: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+# In eager code, by variable: the sum since the last update, if a script has changed gradients.
+_sums: dict[int, Any] = {}
+_factors: dict[str, float] = {}  # by optimizer
+
+
+def record(gradient: Any, tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace ``tf.GradientTape.gradient``: remember what it returns."""
+    result = gradient(tape, target, sources, *args, **kwargs)
+    for one, source in zip(tf.nest.flatten(result), tf.nest.flatten(sources), strict=True):
+        for part in (one, getattr(one, "values", None)):
+            if part is not None and hasattr(part, "graph"):
+                _names.setdefault(part.graph, set()).add(part.name)
+        if one is not None and tf.executing_eagerly():
+            one._hvd_of_tape = True
+            if hasattr(source, "assign") and (number := shards.variable_id(source)) in _sums:
+                before, dense = _sums[number], tf.convert_to_tensor(one)
+                _sums[number] = dense if before is None else before + dense
+    return result
+
+
+def forget(sources: Iterable[Any]) -> None:
+    """Forget what a tape has returned in eager code, which was exchanged or applied."""
+    for source in sources:
+        if hasattr(source, "assign") and (number := shards.variable_id(source)) in _sums:
+            _sums[number] = None
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def check(name: str, gradients: Sequence[Any], variables: Sequence[Any], process_set: Any) -> None:
+    """Warn if a script has changed gradients of this rank, other than by the same on all ranks.
+
+    With ``HVD_STRICT`` raise a ValueError.
+    """
+    pairs = [pair for pair in zip(gradients, variables, strict=False) if pair[0] is not None]
+    if tf.executing_eagerly():
+        line = _changed_eagerly(name, pairs)
+    else:
+        walk = _Walk()
+        changes = any(walk.changes(getattr(one, "values", one)) for one, _ in pairs)
+        line = _line(walk.culprit.traceback) if changes else ""
+    if line:
+        missing_calls.tell(
+            f"gradients are changed before they are averaged over the ranks, at {line}: by each "
+            f"rank's own rows, so {process_set.size()} ranks do not train as one process. Change "
+            "the gradients over all ranks: tape = hvd.DistributedGradientTape(tape), before "
+            "tape.gradient(...). Or let the optimizer clip: it does so after the average.",
+            process_set,
+        )
+
+
+class _Walk:
+    """Goes back from gradients in graphs, to what tapes have returned."""
+
+    def __init__(self) -> None:
+        self.culprit: Any = None  # the op that changes a gradient
+        self._known: dict[Any, _Kind] = {}
+        self._outer: dict[Any, Any] = {}  # what inputs of inner functions are
+
+    def changes(self, tensor: Any) -> bool:
+        return hasattr(tensor, "graph") and self._kind(tensor, 0) == "changed"
+
+    def _kind(self, tensor: Any, depth: int) -> _Kind:
+        if not hasattr(tensor, "graph"):  # a value that the graph has captured
+            return "equal"
+        key = id(tensor.graph), tensor.name
+        if tensor.name in _names.get(tensor.graph, ()):
+            return "gradient"
+        if depth > _DEPTH:
+            return "data"
+        if key not in self._known:
+            self._known[key] = "equal"  # if a loop leads here again
+            self._known[key] = self._of_op(tensor, depth + 1)
+        return self._known[key]
+
+    def _of_op(self, tensor: Any, depth: int) -> _Kind:
+        op = tensor.op
+        if op.type == "Placeholder":
+            outer = self._captured(tensor)
+            return "data" if outer is None else self._kind(outer, depth)
+        if op.type.startswith("Hvd") or op.type in _OF_SHAPES:
+            return "equal"
+        if op.type in ("ReadVariableOp", "ResourceGather"):
+            return self._of_variable(op.inputs[0], depth)
+        if op.type.endswith("PartitionedCall"):
+            inner = getattr(op.graph._get_function(op.get_attr("f").name), "graph", None)
+            if inner is not None and len(inner.inputs) == len(op.inputs):
+                for own, outer in zip(inner.inputs, op.inputs, strict=True):
+                    self._outer[id(inner), own.name] = outer
+                return self._kind(inner.outputs[tensor.value_index], depth)
+        kinds = [self._kind(one, depth) for one in op.inputs if one.dtype != tf.resource]
+        if "changed" in kinds:
+            return "changed"
+        if "gradient" not in kinds:
+            is_drawn = op.op_def.is_stateful
+            return "data" if is_drawn or "data" in kinds else "equal"
+        is_product = op.type in _PRODUCTS and kinds.count("gradient") == 1
+        is_product &= not ("Div" in op.type and kinds[1] == "gradient")
+        if "data" not in kinds and (op.type in _LINEAR or is_product):
+            return "gradient"
+        self.culprit = self.culprit or op
+        return "changed"
+
+    def _captured(self, tensor: Any) -> Any:
+        """What an input of a function is outside of it, if that is known."""
+        graph = tensor.graph
+        captures = zip(
+            getattr(graph, "internal_captures", ()),
+            getattr(graph, "external_captures", ()),
+            strict=True,
+        )
+        outer = {own.name: outer for own, outer in captures}
+        return outer.get(tensor.name, self._outer.get((id(graph), tensor.name)))
+
+    def _of_variable(self, handle: Any, depth: int) -> _Kind:
+        """That of what the graphs assign to a variable, such as one that adds up gradients."""
+        kinds = set()
+        while hasattr(handle, "graph"):
+            for op in handle.consumers():
+                if op.type in _ASSIGNMENTS:
+                    kinds.add(self._kind(op.inputs[1], depth))
+            handle = self._captured(handle) if handle.op.type == "Placeholder" else None
+        return next((kind for kind in ("changed", "data", "gradient") if kind in kinds), "equal")
+
+
+def _changed_eagerly(name: str, pairs: Sequence[tuple[Any, Any]]) -> str:
+    """The line that applies gradients which are not a constant times the sum of those of tapes."""
+    changed = [
+        (one, shards.variable_id(variable))
+        for one, variable in pairs
+        if not (hasattr(one, "_hvd_of_tape") or hasattr(one, "_hvd_reduced"))
+    ]
+    factors = set()
+    for one, number in changed:
+        if (known := _sums.setdefault(number, None)) is not None:
+            one, known = (tf.cast(tf.convert_to_tensor(t), tf.float32) for t in (one, known))
+            factor = tf.math.divide_no_nan(tf.reduce_sum(one * known), tf.reduce_sum(known * known))
+            distance = tf.reduce_max(tf.abs(one - factor * known))
+            is_known = distance <= 1e-3 * tf.reduce_max(tf.abs(one))
+            if tf.reduce_any(known != 0):
+                factors.add(float(factor) if is_known else float("nan"))
+    forget(variable for _, variable in pairs)
+    if factors:
+        expected = _factors.setdefault(name, min(factors))
+        if not all(abs(factor - expected) <= 1e-3 * abs(expected) for factor in factors):
+            return _line(traceback.extract_stack())
+    return ""
+
+
+def _line(frames: Iterable[Any]) -> str:
+    """The innermost line of the script."""
+    for frame in reversed(list(frames)):
+        if not frame.filename.startswith(_LIBRARIES):
+            return f"{frame.filename}:{frame.lineno}"
+    return "an unknown line"

@@ -1,0 +1,155 @@
+"""Steps of one's own that change gradients, or skip updates, before an optimizer averages them."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_keras as hvd
+from hvd_keras.runtime import log
+
+RANK, SIZE = hvd.rank(), hvd.size()
+ROWS, STEPS = 4, 4
+
+
+def halved(step, gradients):
+    return [tf.cast(tf.cast(g, tf.float64) * 0.5, tf.float32) for g in gradients]
+
+
+def decayed(step, gradients):
+    return [g + 0.01 * w for g, w in zip(gradients, step.trainable_variables, strict=True)]
+
+
+def centred(step, gradients):
+    return [g - tf.reduce_mean(g, axis=0, keepdims=True) for g in gradients]
+
+
+def accumulated(step, gradients):
+    for total, gradient in zip(step.totals, gradients, strict=True):
+        total.assign_add(gradient)
+    means = [tf.convert_to_tensor(total) / 2 for total in step.totals]
+    for total in step.totals:
+        total.assign(tf.zeros_like(total))
+    return means
+
+
+def over_all_norms(step, gradients):
+    norm = hvd.allreduce(tf.linalg.global_norm(gradients))
+    return [g / norm for g in gradients]
+
+
+def clipped(step, gradients):
+    return tf.clip_by_global_norm(gradients, 1.0)[0]
+
+
+def clipped_by_value(step, gradients):
+    return [tf.clip_by_value(g, -0.1, 0.1) for g in gradients]
+
+
+def without_nans(step, gradients):
+    return [tf.where(tf.math.is_finite(g), g, tf.zeros_like(g)) for g in gradients]
+
+
+def normalized_in_a_function(step, gradients):
+    @tf.function
+    def normalized(gradients):
+        return [g / tf.norm(g) for g in gradients]
+
+    return normalized(gradients)
+
+
+def with_noise(step, gradients):
+    return [g + tf.random.normal(g.shape) for g in gradients]
+
+
+class Step(keras.Sequential):
+    change, tape = staticmethod(lambda step, gradients: gradients), staticmethod(lambda tape: tape)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+        gradients = self.tape(tape).gradient(loss, self.trainable_variables)
+        gradients = self.change(self, gradients)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss}
+
+
+def fit(step: type[Step], x: np.ndarray | None = None, **options) -> keras.Model:
+    model = step([keras.Input((6,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)])
+    weights = model.trainable_variables
+    model.totals = [tf.Variable(tf.zeros(w.shape), trainable=False) for w in weights]
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), **options)
+    if x is None:
+        x = np.random.default_rng(RANK).normal(size=(ROWS * STEPS, 6)).astype("float32")
+    y = 3 * x.sum(axis=1, keepdims=True)
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0, callbacks=[broadcast])
+    return model
+
+
+RIGHT = [halved, decayed, centred, accumulated, over_all_norms]
+WRONG = [clipped, clipped_by_value, without_nans, normalized_in_a_function, with_noise]
+
+
+@pytest.mark.parametrize(
+    ("change", "eager"),
+    [
+        *((change, False) for change in RIGHT + WRONG),
+        *((change, True) for change in (halved, accumulated, clipped)),
+    ],
+)
+def test_changed_gradients_are_told(change, eager: bool, monkeypatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(log, "warn_once", told.append)
+    fit(type("Own", (Step,), {"change": staticmethod(change)}), run_eagerly=eager)
+    told = [text for text in told if "gradients are changed before" in text]
+    assert bool(told) == (change in WRONG and RANK == 0), told
+    assert all(f"{__file__}:" in text for text in told), told
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_gradients_of_all_ranks_may_be_changed(eager: bool, monkeypatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(log, "warn_once", told.append)
+    own = {"change": staticmethod(clipped), "tape": staticmethod(hvd.DistributedGradientTape)}
+    fit(type("Own", (Step,), own), run_eagerly=eager)
+    assert not any("gradients are changed" in text for text in told), told
+
+
+class Skipping(Step):
+    """Skips steps whose loss is not finite."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x) - y))
+        gradients = tape.gradient(loss, self.trainable_variables)
+
+        def update():
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            return tf.constant(0)
+
+        tf.cond(tf.math.is_finite(loss), update, lambda: tf.constant(0))
+        return {"loss": loss}
+
+
+OPTIONS = [{"jit_compile": False}, {"jit_compile": True}, {"run_eagerly": True}]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_ranks_that_skip_different_steps_get_an_error(options) -> None:
+    x = np.ones((ROWS * STEPS, 6), "float32")
+    x[ROWS * (1 + RANK % 2), 0] = np.nan
+    kind = ValueError if "run_eagerly" in options else tf.errors.FailedPreconditionError
+    with pytest.raises(kind, match="the ranks skip different steps"):
+        fit(Skipping, x, **options)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_ranks_may_skip_the_same_step(options) -> None:
+    x = np.random.default_rng(RANK).normal(size=(ROWS * STEPS, 6)).astype("float32")
+    x[ROWS, 0] = np.nan
+    model = fit(Skipping, x, **options)
+    assert int(model.optimizer.iterations) == STEPS - 1
+    assert np.isfinite(model.get_weights()[0]).all()

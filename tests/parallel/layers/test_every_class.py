@@ -1,0 +1,84 @@
+"""Keras's layers, losses and metrics in fit: as on one process, or with a word."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+
+import hvd_keras as hvd
+from hvd_keras.runtime import settings
+from tests.parallel.layers import cases, compare
+
+KINDS = ["layers", "losses", "metrics"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_class_is_known(kind: str) -> None:
+    assert cases.unknown(kind) == set(), "add them to cases.py, and run make layers"
+
+
+@pytest.mark.parametrize(
+    ("of", "text", "expected"),
+    [
+        ("vector", "Softmax(axis=0)", "told"),
+        ("vector", "UnitNormalization(axis=-2)", "told"),
+        ("vector", "Lambda(lambda x: x - keras.ops.mean(x, 0))", "told"),
+        ("vector", "Dense(3, activation=lambda x: keras.ops.softmax(x, 0))", "told"),
+        ("vector", "Lambda(lambda x: x * 2)", "="),
+        ("masked", "LSTM(3)", "="),
+        ("sequence", "Softmax(axis=-2)", "="),
+        ("vector", "Dropout(0.5)", "random"),
+    ],
+)
+def test_some_layers(of: str, text: str, expected: str) -> None:
+    assert compare.outcome("layers", of, text, "") == expected
+
+
+def test_some_metrics() -> None:
+    assert compare.outcome("metrics", "classes", "CosineSimilarity(axis=0)", "") == "told"
+    assert compare.outcome("metrics", "classes", "CosineSimilarity()", "") == "="
+
+
+class OverRows(keras.Model):
+    """Mixes rows between its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(2)
+
+    def call(self, x):
+        return self.dense(x) - keras.ops.mean(self.dense(x), 0)
+
+
+class OverAllRows(OverRows):
+    def call(self, x):
+        return self.dense(x) - hvd.allreduce(keras.ops.mean(self.dense(x), 0))
+
+
+@pytest.mark.parametrize("kind", [OverRows, OverAllRows])
+def test_a_model_of_ones_own_under_strict(kind: type[keras.Model], monkeypatch) -> None:
+    x = np.random.default_rng(hvd.rank()).normal(size=(8, 3))
+    model = kind()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    monkeypatch.setenv("HVD_STRICT", "1")
+    settings.read.cache_clear()
+    refused = pytest.raises(ValueError, match=r"OverRows 'over_rows.*from other rows")
+    try:
+        with refused if kind is OverRows else contextlib.nullcontext():
+            model.fit(x, x[:, :2], batch_size=4, verbose=0, callbacks=[broadcast])
+    finally:
+        monkeypatch.undo()
+        settings.read.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_class(kind: str) -> None:
+    wrong = {}
+    for case in cases.cases(kind):
+        result = compare.outcome(kind, *case)
+        if result not in ("=", "random", "told") and case[1] not in cases.DIFFERENT:
+            wrong[case] = result
+    assert wrong == {}
