@@ -231,7 +231,7 @@ def _copy(data: Any, theirs: shards.Part, values: Any, mine: shards.Part) -> Non
 
 def _without_numbers(path: str) -> str:
     """Remove the numbers by which Keras makes names unique in a process."""
-    return re.sub(r"_\d+(?=[_/]|$)", "", path)
+    return re.sub(r"_\d+(?=[_/ ]|$)", "", path)
 
 
 def differences(stored: list[Any], metadata: dict[str, Any], own: list[Any]) -> list[str]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from hvd_keras.gradients import division, model_ranks, shards
 from hvd_keras.runtime import agree
-from hvd_keras.runtime.keras import innermost, is_legacy, keras, require
+from hvd_keras.runtime.keras import Variable, innermost, is_legacy, keras, require
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.runtime.reductions import Adasum, Average, Max, Min
 
@@ -28,6 +28,9 @@ def training_variables(model: Any) -> list[Any]:
         ):
             optimizer.build(model.trainable_variables)  # tf_keras skips this if it is built
         found += optimizer.variables
+        # Keras leaves out what an optimizer within a LossScaleOptimizer makes itself, such as a
+        # variable of Nadam.
+        found += [v for v in vars(innermost(optimizer)).values() if isinstance(v, Variable)]
     return list({shards.variable_id(v): v for v in found}.values())
 
 

@@ -61,6 +61,14 @@ def rows(spec: View, kind: str) -> tuple[Any, ...]:
     return x, y, weights.astype("float32")
 
 
+def _hvd() -> Any:
+    """hvd_keras, which one process has only if a program needs its order of rows."""
+    import hvd_keras
+
+    hvd_keras.init()
+    return hvd_keras
+
+
 def _part(nest: Any, which: Any) -> Any:
     return tf.nest.map_structure(lambda array: array[which], nest)
 
@@ -97,8 +105,6 @@ def _generated(data: Any) -> Any:
 
 def _records(data: Any, folder: str) -> Any:
     """TFRecord files of unequal length, of the rows' numbers; each rank writes its own copies."""
-    import hvd_keras as hvd
-
     number = len(tf.nest.flatten(data)[0])
     for name, some in enumerate(np.split(np.arange(number), [5, 7])):
         with tf.io.TFRecordWriter(f"{folder}/{name}.tfrecord") as file:
@@ -109,7 +115,7 @@ def _records(data: Any, folder: str) -> Any:
         at = tf.io.decode_raw(records, tf.int64)[:, 0]
         return tf.nest.map_structure(lambda part: tf.gather(part, at), data)
 
-    return hvd.data.files(f"{folder}/*.tfrecord", map=parse)
+    return _hvd().data.files(f"{folder}/*.tfrecord", map=parse)
 
 
 def _halved(*batch: Any) -> Any:
@@ -156,7 +162,9 @@ class Feed:
         spec = self.spec
         steps = {"steps_per_epoch": spec.repeat} if spec.repeat else {}
         if spec.data == "agree":
-            return self._agree()
+            made = tf.data.Dataset.from_tensor_slices(self.mine()).batch(self.batch)
+            own = len(made) if self.rank is None else _hvd().data.agree_on_steps(made)
+            return {"x": made.repeat(), "steps_per_epoch": own}
         if self.rank is None and spec.order == "kept":
             data = _part(self.data, slice(left(spec)))
             if spec.data in ("arrays", "local") and not spec.repeat:
@@ -165,20 +173,12 @@ class Feed:
                 return self._arrays(frames(spec, data))
             if spec.data == "pydataset" and not spec.repeat:
                 return {"x": Batches(data, spec.batch), "shuffle": False}
-            made = tf.data.Dataset.from_tensor_slices(data)
-            made = _generated(data) if spec.data == "generator" else made
-            return {"x": self._changed(made.batch(spec.batch)), **steps}
+            # Not _generated: docs/using/sharp-bits.md, "Data of unknown length".
+            made = tf.data.Dataset.from_tensor_slices(data).batch(spec.batch)
+            return {"x": self._changed(made), **steps}
         if spec.data == "local":
             return self._arrays(self.mine())
         return {"x": self._changed(self.sharded(spec.data)), "shuffle": False, **steps}
-
-    def _agree(self) -> dict[str, Any]:
-        made = tf.data.Dataset.from_tensor_slices(self.mine()).batch(self.batch)
-        if self.rank is None:
-            return {"x": made.repeat(), "steps_per_epoch": len(made)}
-        import hvd_keras as hvd
-
-        return {"x": made.repeat(), "steps_per_epoch": hvd.data.agree_on_steps(made)}
 
     def _arrays(self, data: Any) -> dict[str, Any]:
         names = ("x", "y", "sample_weight")
@@ -190,10 +190,7 @@ class Feed:
         return made.prefetch(2) if self.spec.change == "prefetch" else made
 
     def sharded(self, form: str, **options: Any) -> Any:
-        """This rank's dataset of ``hvd.data.shard``; also one process has it if it shuffles."""
-        import hvd_keras as hvd
-
-        hvd.init()
+        """This rank's dataset of ``hvd.data.shard``."""
         spec, data, source = self.spec, self.data, self.data
         own = self.sizes if len(set(self.sizes)) > 1 else self.batch
         options = {"batch_size": own, "uneven": spec.uneven, **options}
@@ -213,7 +210,8 @@ class Feed:
             source = source.batch(size) if size else source
             if form == "batches":
                 del options["batch_size"]
-        return hvd.data.shard(source.cache() if spec.change == "cache" else source, **options)
+        source = source.cache() if spec.change == "cache" else source
+        return _hvd().data.shard(source, **options)
 
     def validation(self) -> dict[str, Any]:
         """Arguments of ``fit`` that validate on this feed."""

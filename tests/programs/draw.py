@@ -5,6 +5,7 @@ page. Everything else must have the results of one process.
 """
 
 import random
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ OPTIMIZERS = (
 )
 # The values of each choice; the first one is the default.
 CHOICES: dict[str, Any] = {
-    "body": "dense batchnorm layernorm embedding masked conv1d conv2d lstm gru",
+    "body": "dense batchnorm layernorm embedding masked masked conv1d conv2d lstm gru",
     "style": "functional sequential subclassed unbuilt",
     "inputs": "one tuple dict",
     "outputs": "one list dict",
@@ -62,7 +63,14 @@ LISTS = {
 VALUES = {n: v.split() if isinstance(v, str) else v for n, v in CHOICES.items()}
 DEFAULTS: Spec = {n: values[0] for n, values in VALUES.items()} | {n: [] for n in LISTS}
 # How often a choice is not the default, if not in 30 % of the programs.
-OFTEN = {"body": 0.8, "data": 0.85, "validation": 0.75, "optimizer": 0.6, "metrics": 0.5}
+OFTEN = {
+    "body": 0.8,
+    "weights": 0.45,
+    "data": 0.85,
+    "validation": 0.75,
+    "optimizer": 0.6,
+    "metrics": 0.5,
+}
 OFTEN |= {"mode": 0.45, "precision": 0.1, "average": 0.1, "restart": 0.15, "loss_scale": 0.1}
 DECIDERS = ["early_stopping", "plateau", "best"]
 
@@ -77,6 +85,7 @@ IMPOSSIBLE: list[Rule] = [
     (lambda s: s.loss == "custom", ["reduction"]),
     (lambda s: s.loss not in ("sparse", "probabilities") and s.weights == "class", ["weights"]),
     (lambda s: (s.is_sequence or s.outputs != "one") and s.weights == "class", ["weights"]),
+    (lambda s: "mean_" in s.reduction and s.weights == "none" and not s.is_sequence, ["reduction"]),
     (lambda s: s.mode == "eager", ["at_once"]),
     (lambda s: s.data not in ("rows", "batches", "regrouped", "generator"), ["change"]),
     (lambda s: s.data not in ("rows", "batches", "regrouped") and s.order == "own", ["order"]),
@@ -132,49 +141,27 @@ EXCLUDED: list[Rule] = [
     (lambda s: s.epochs < 2, ["restart"]),
     (lambda s: s.at_once > 1 and s.restart == "batch", ["restart"]),
     (lambda s: s.restart != "none", ["initial_epoch"]),
+    # The same: data of one's own that repeat begin with that epoch only if they skip the others.
+    (lambda s: s.data == "agree", ["restart"]),
     # docs/using/sharp-bits.md, "Losses": outside fit, hvd_keras averages the ranks' losses.
     (lambda s: s.reduction != "sum_over_batch_size" or s.is_sequence, ["then:on_batch"]),
     (lambda s: s.loss in ("dice", "custom"), ["then:on_batch"]),
 ]
 
 
-class View:
+class View(types.SimpleNamespace):
     """A spec with its defaults as attributes, and what follows from them."""
 
     def __init__(self, spec: Spec) -> None:
-        self.spec = DEFAULTS | spec
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self.spec[name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-    @property
-    def is_sequence(self) -> bool:
-        """Each row has several targets, of which masks leave some out."""
-        return self.body == "masked"
-
-    @property
-    def has_table(self) -> bool:
-        return self.body in ("embedding", "masked")
-
-    @property
-    def pads_training(self) -> bool:
-        return self.uneven == "pad"
-
-    @property
-    def pads(self) -> bool:
-        return self.pads_training or self.validation == "padded"
-
-    @property
-    def validates(self) -> bool:
-        """There is a val_loss in each epoch."""
-        return self.validation != "none" and self.validation_freq == 1
-
-    @property
-    def shards(self) -> bool:
-        return self.distributed == "shard_state"
+        super().__init__(**DEFAULTS | spec, spec=spec)
+        # Rows have several targets, of which masks leave some out.
+        self.is_sequence = self.body == "masked"
+        self.has_table = self.body in ("embedding", "masked")
+        self.pads_training = self.uneven == "pad"
+        self.pads = self.pads_training or self.validation == "padded"
+        # There is a val_loss in each epoch.
+        self.validates = self.validation != "none" and self.validation_freq == 1
+        self.shards = self.distributed == "shard_state"
 
 
 def draw(seed: int) -> Spec:

@@ -152,12 +152,12 @@ def _optimizer(spec: View, hvd: Any) -> Any:
     rate: Any = rate_of(spec)
     if spec.schedule:
         rate = keras.optimizers.schedules.ExponentialDecay(rate, 2, 0.8)
-    name, options = spec.optimizer, {"name": "optimizer"}
-    if spec.option != "none":
-        option = "use_ema" if spec.option == "ema_overwrites" else spec.option
-        options[option] = VALUES.get(option, True)
-    if spec.option == "ema_overwrites":
-        options["ema_overwrite_frequency"] = 2
+    name, options = spec.optimizer, dict[str, Any](name="optimizer")
+    if "ema" in spec.option:
+        options |= {"use_ema": True, "ema_momentum": 0.7}
+        options["ema_overwrite_frequency"] = 2 if spec.option == "ema_overwrites" else None
+    elif spec.option != "none":
+        options[spec.option] = VALUES[spec.option]
     if name == "Momentum":
         name, options = "SGD", {**options, "momentum": 0.8}
     of_hvd = spec.distributed

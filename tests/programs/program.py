@@ -10,6 +10,7 @@ import contextlib
 import csv
 import functools
 import gc
+import importlib
 import io
 import json
 import os
@@ -57,11 +58,7 @@ class Program:
         self.seen: dict[str, Any] = {}
         self.folder = pathlib.Path("files")  # of all ranks
         self.step = "fit"  # what the program does
-        self.hvd: Any = None
-        if rank is not None:
-            import hvd_keras
-
-            self.hvd = hvd_keras
+        self.hvd: Any = None if rank is None else importlib.import_module("hvd_keras")
 
     def begin(self) -> None:
         """Makes all that a script makes."""
@@ -90,7 +87,7 @@ class Program:
                 self.seen |= {f"file {name} {key}": value for key, value in found.items()}
 
     def new_model(self) -> Any:
-        """A model. The ranks' weights differ; those of rank 0 are broadcast."""
+        # The ranks' weights differ; those of rank 0 are broadcast.
         made = model.build(self.spec, 100 * (self.rank or 0), self.noise)
         return model.compiled(made, self.spec, self.hvd)
 
@@ -138,8 +135,7 @@ class Program:
 
     def evaluate_within(self, epoch: int, logs: Any) -> None:
         """Evaluates other rows, the same on all ranks, in fit."""
-        data = self.other.data
-        self.seen[f"{self.step} evaluated in epoch {epoch}"] = self.evaluated(*data[:2])
+        self.seen[f"{self.step} evaluated in epoch {epoch}"] = self.evaluated(*self.other.data[:2])
 
     def evaluated(self, *data: Any, **options: Any) -> Any:
         options = {"batch_size": self.spec.batch, **options} if len(data) > 1 else options
@@ -167,7 +163,7 @@ class Program:
         optimizer = self.model.optimizer
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         sums = getattr(inner, "_accumulated_gradients", None) or []
-        variables = {"weight": self.model.weights, "rate": [], "optimizer": []}
+        variables = {"weight": self.model.weights}
         if not self.spec.shards:  # of whose state each rank has a part
             every = [*optimizer.variables, *(inner.variables if inner is not optimizer else [])]
             # Each rank has the sum of its own gradients.

@@ -480,12 +480,12 @@ def test_a_full_disk_can_be_caught_on_all_ranks(directory, part: float) -> None:
 
 def test_loss_scaling_continues(directory) -> None:
     def make() -> keras.Model:
-        return build(lambda: keras.optimizers.LossScaleOptimizer(adam(), dynamic_growth_steps=2))
+        nadam = keras.optimizers.Nadam(0.01)  # Keras lists not all of its variables then
+        return build(lambda: keras.optimizers.LossScaleOptimizer(nadam, dynamic_growth_steps=2))
 
-    undisturbed = make()
+    undisturbed, again = make(), make()
     train(undisturbed, None, epochs=2)
     interrupt(make(), hvd.callbacks.Checkpoint(directory, save_freq=3), 8, last=False)
-    again = make()
     train(again, hvd.callbacks.Checkpoint(directory, save_freq=3), epochs=2)
     assert_same_state(again, undisturbed)
 
