@@ -10,6 +10,7 @@ and average their metrics. A custom loop gets a warning, and its losses are not
 weighed.
 """
 
+import contextlib
 import contextvars
 import dataclasses
 import functools
@@ -23,7 +24,7 @@ import tensorflow as tf
 from hvd_keras import ops
 from hvd_keras.gradients import agreement, division, missing_calls, specs
 from hvd_keras.runtime import agree, rank_info
-from hvd_keras.runtime.keras import call_loss, divisors, is_legacy, replaced
+from hvd_keras.runtime.keras import call_loss, divisors, is_legacy, keras, replaced
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.training import fit_state, row_trials
 
@@ -75,11 +76,15 @@ def weighed(
     def step(*args: Any, **kwargs: Any) -> Any:
         counts = method == "train_step" and model in fit_state.counting_rows
         own = Weighing(model, process_set, averages, is_together, counts)
-        with agree.within(weighing, own), agree.within(agreement.step_of_fit, next(number)):
-            try:
-                result = one_step(*args, **kwargs)
-            finally:
-                missing_calls.unaveraged.clear()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(agree.within(weighing, own))
+            stack.enter_context(agree.within(agreement.step_of_fit, next(number)))
+            stack.callback(missing_calls.unaveraged.clear)
+            for layer in model._flatten_layers() if averages and _sums_activities() else ():
+                if (local := getattr(layer, "activity_regularizer", None)) is not None:
+                    of_all = functools.partial(_of_all_rows, own, local)
+                    stack.enter_context(replaced(layer, "activity_regularizer", of_all))
+            result = one_step(*args, **kwargs)
         if counts and not own.calls and not agree.is_building.get():
             missing_calls.tell(
                 "the ranks may have batches of different sizes, and this train_step computes its "
@@ -89,6 +94,22 @@ def weighed(
         return result
 
     return replaced(model, method, step)
+
+
+@functools.cache
+def _sums_activities() -> bool:
+    """Whether Keras adds up activity regularizers over the rows, as older versions do."""
+    if is_legacy:
+        return False
+    with tf.init_scope():
+        layer = keras.layers.ActivityRegularization(l1=1.0, name="hvd_keras", dtype="float32")
+        layer(tf.ones([2, 1]))
+        return float(sum(layer.losses)) > 1.5
+
+
+def _of_all_rows(own: Weighing, regularizer: Any, output: Any) -> Any:
+    value = regularizer(output)
+    return own.together(lambda: own.process_set.size() * value, lambda: value)
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]

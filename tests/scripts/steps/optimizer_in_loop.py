@@ -1,6 +1,8 @@
 """A loop in a tf.function over a dataset, with the distributed optimizer instead of the tape.
 
-expect: equal
+It clips the gradients of each rank.
+
+expect: warn "gradients are changed before they are averaged over the ranks"
 """
 
 import os
