@@ -259,8 +259,10 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
         and (model_ranks.averages_rows_of(model) or not given["shuffle"])
     ):
         rows = values.row_hashes(x_and_y)
-    # How many rows each of the steps has; None: that is unknown.
-    sizes = [len(flatten(x_and_y)[0]), batch_size] if is_arrays else None
+    # How many rows each of the steps has; None: that is unknown, or division counts them.
+    sizes = None
+    if is_arrays and not division.is_on:
+        sizes = [len(flatten(x_and_y)[0]), batch_size]
     if counts and not is_arrays:
         sizes = own.backend.rows_in_steps(dataset)
     validates = given["validation_data"] is not None or given["validation_split"]
