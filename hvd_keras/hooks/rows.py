@@ -212,7 +212,7 @@ def _first_that_mixes(model: Any, parts: Sequence[Any], element_spec: Any) -> st
         return [tensor for _, tensor in seen]
 
     def draw(spec: Any) -> Any:
-        size = [spec.shape[0] or 2 * _ROWS, *(32 if n is None else n for n in spec.shape[1:])]
+        size = [spec.shape[0] or 2, *(32 if n is None else n for n in spec.shape[1:])]
         if spec.dtype.is_floating:
             return tf.cast(random.normal(size=size), spec.dtype)
         labels = tf.constant(random.integers(0, 2, size))
