@@ -88,6 +88,8 @@ def _try(
         function.get_concrete_function(*(tf.TensorSpec([n, *shape], d) for shape, d in specs))
         for n in counts
     ]
+    if any(node.op.startswith("Hvd") for nodes in _nodes(functions[0]) for node in nodes):
+        return "unknown"  # it has the rows of all ranks by itself
     # Its variables must not change, and small ones, such as weights, may have other values later.
     handles = {id(v.handle): _copy(v, random) for v in functions[0].variables}
     for traced in functions:
@@ -126,11 +128,16 @@ def _copy(variable: Any, random: Any) -> Any:
     return handle
 
 
+def _nodes(traced: Any) -> list[Any]:
+    """The nodes of a function, and of each that it calls."""
+    graph = traced.graph.as_graph_def()
+    return [graph.node, *(inner.node_def for inner in graph.library.function)]
+
+
 def _marks(traced: Any) -> set[float]:
     """The numbers that a function compares with, except 0 and 1."""
     values = [c.numpy() for c in traced.captured_inputs if c.dtype != tf.resource]
-    graph = traced.graph.as_graph_def()
-    for nodes in (graph.node, *(inner.node_def for inner in graph.library.function)):
+    for nodes in _nodes(traced):
         named = {node.name: node for node in nodes}
         for node in nodes:
             if node.op in ("IsNan", "IsFinite"):
@@ -205,16 +212,14 @@ def _first_that_mixes(model: Any, parts: Sequence[Any], element_spec: Any) -> st
         return [tensor for _, tensor in seen]
 
     def draw(spec: Any) -> Any:
-        size = [spec.shape[0] or 2 * _ROWS, *(32 if n is None else n for n in spec.shape[1:])]
+        size = [spec.shape[0] or 2, *(32 if n is None else n for n in spec.shape[1:])]
         if spec.dtype.is_floating:
             return tf.cast(random.normal(size=size), spec.dtype)
         labels = tf.constant(random.integers(0, 2, size))
         return tf.as_string(labels) if spec.dtype == tf.string else tf.cast(labels, spec.dtype)
 
     traced = tf.function(forward, autograph=False).get_concrete_function(x)
-    graph = traced.graph.as_graph_def()
-    nodes = [*graph.node, *(node for inner in graph.library.function for node in inner.node_def)]
-    if any(node.op.startswith(("Assign", "Hvd")) for node in nodes):
+    if any(node.op.startswith(("Assign", "Hvd")) for nodes in _nodes(traced) for node in nodes):
         return ""
     one, other = (tf.nest.map_structure(draw, x) for _ in range(2))
     rows = tf.nest.flatten(one)[0].shape[0]

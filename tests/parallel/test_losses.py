@@ -284,6 +284,12 @@ def growing():
     return loss
 
 
+def gathering(y_true, y_pred):
+    """A loss that gathers the rows of all ranks by itself."""
+    error = hvd.allgather(tf.reduce_mean((y_true - y_pred) ** 2, axis=(1, 2)))
+    return tf.math.reduce_logsumexp(error)
+
+
 def classes(y: np.ndarray) -> np.ndarray:
     return (y[:, 0, 0] > 0).astype("int32")
 
@@ -331,6 +337,26 @@ OF_ALL_ROWS = {
 def test_losses_of_all_rows(name: str) -> None:
     alone, together = train(**{"make": without_mask, **OF_ALL_ROWS[name]})
     np.testing.assert_allclose(together["loss"], alone["loss"], rtol=1e-4)
+
+
+def test_a_loss_that_gathers_rows_itself() -> None:
+    shown = []
+
+    def plain(y_true, y_pred):
+        return tf.math.reduce_logsumexp(tf.reduce_mean((y_true - y_pred) ** 2, axis=(1, 2)))
+
+    for loss in (gathering, plain):
+        model = without_mask()
+        model.set_weights([np.cos(np.arange(w.size)).reshape(w.shape) for w in model.get_weights()])
+        model.compile(hvd.DistributedOptimizer(SGD(0.01)), loss)
+        x, y, _ = rows()
+        callbacks = [hvd.callbacks.MetricAverageCallback()]
+        arguments = {"batch_size": ROWS, "shuffle": False, "verbose": 0, "callbacks": callbacks}
+        shown.append(
+            [model.fit(mine(x), mine(y), **arguments).history["loss"], model.get_weights()]
+        )
+    for one, other in zip(*shown, strict=True):
+        tf.nest.map_structure(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), one, other)
 
 
 @pytest.mark.cases(1)

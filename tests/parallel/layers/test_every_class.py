@@ -26,6 +26,7 @@ def test_every_class_is_known(kind: str) -> None:
         ("vector", "Lambda(lambda x: x - keras.ops.mean(x, 0))", "told"),
         ("vector", "Dense(3, activation=lambda x: keras.ops.softmax(x, 0))", "told"),
         ("vector", "Lambda(lambda x: x * 2)", "="),
+        ("vector", "ActivityRegularization(0.01, 0.01)", "="),
         ("masked", "LSTM(3)", "="),
         ("sequence", "Softmax(axis=-2)", "="),
         ("vector", "Dropout(0.5)", "random"),
