@@ -13,8 +13,8 @@ from hvd_keras.launch.onhost.cores import THREAD_VARIABLES
 
 # Seconds: far above what any of these jobs takes on a busy machine, far below the sleep of a rank
 # that must be ended.
-LIMIT = 180
-FOREVER = 1000
+LIMIT = 900
+FOREVER = 10_000
 
 # A sitecustomize.py, with which Python does not find the packages in the variable HIDDEN.
 WITHOUT_HIDDEN = """\

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from tests.harness.launcher import Launcher
+from tests.harness.launcher import LIMIT, Launcher
 
 CASES = pathlib.Path(__file__).parents[1] / "scripts" / "auto_cases.py"
 
@@ -165,9 +165,9 @@ def both(request, tmp_path_factory) -> Both:
     command, folder = [sys.executable, str(CASES), *cases], launcher.folder / "alone"
     folder.mkdir()
     alone = subprocess.run(
-        command, cwd=folder, check=True, capture_output=True, text=True, timeout=180
+        command, cwd=folder, check=True, capture_output=True, text=True, timeout=LIMIT
     )
-    together = auto(launcher, size, *command, timeout=400)
+    together = auto(launcher, size, *command, timeout=2 * LIMIT)
     assert together.returncode == 0, together.stderr
     return Both(launcher.folder, alone, together)
 
@@ -417,7 +417,7 @@ def test_larger_batches_have_a_larger_rate(launcher: Launcher) -> None:
     (launcher.folder / "scaled.py").write_text(SCALED)
     script = str(launcher.folder / "scaled.py")
     alone = subprocess.run(
-        [sys.executable, script], check=True, capture_output=True, text=True, timeout=180
+        [sys.executable, script], check=True, capture_output=True, text=True, timeout=LIMIT
     )
     job = auto(launcher, 2, "--scale-batch", script)
     assert job.returncode == 0, job.stderr

@@ -290,7 +290,7 @@ def test_under_hvdrun(hvdrun: Launcher, name: str) -> None:
 @pytest.mark.parametrize("name", ["SIGSTOP", pytest.param("sleep", marks=pytest.mark.slow)])
 def test_a_hang_ends_under_plain_mpirun(hvdrun: Launcher, name: str) -> None:
     """Without hvdrun nobody watches: the surviving ranks must end the job."""
-    job = ranks.run_script(hvdrun.folder, SIZE, script(ROWS[name].code), timeout=60, **SETTINGS)
+    job = ranks.run_script(hvdrun.folder, SIZE, script(ROWS[name].code), timeout=900, **SETTINGS)
     check(hvdrun, job.output)
     assert job.status != 0, job.output
     assert re.search(MISSING, job.output), job.output

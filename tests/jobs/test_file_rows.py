@@ -77,7 +77,7 @@ def test_killed_on_three_ranks_and_finished_on_two(hvdrun) -> None:
                 row += 1
     (hvdrun.folder / "hosts").write_text("localhost:3")
     hosts = ("--host-discovery-script", "cat hosts", "--max-restarts", "1", "--min-np", "2")
-    done = hvdrun.run(*hosts, sys.executable, hvdrun.script(TRAIN), timeout=600)
+    done = hvdrun.run(*hosts, sys.executable, hvdrun.script(TRAIN), timeout=1800)
     assert done.returncode == 0, done.stderr
     (place,) = re.findall(r"continuing from checkpoint-(\d+)-(\d+)", done.stderr)
     assert "Traceback" not in done.stderr  # of what is read ahead
@@ -105,7 +105,7 @@ def test_tf_data_goes_on_where_it_was_killed(hvdrun, repeat: str) -> None:
     script = script.replace("shuffle=1000)", f"shuffle=50){repeat}").replace("(1, 23)", "(1, 13)")
     script = script.replace("epochs=3", "epochs=3, steps_per_epoch=20" if repeat else "epochs=3")
     hosts = ("-np", "3", "--oversubscribe", "--max-restarts", "1")
-    done = hvdrun.run(*hosts, sys.executable, hvdrun.script(script), timeout=600)
+    done = hvdrun.run(*hosts, sys.executable, hvdrun.script(script), timeout=1800)
     assert done.returncode == 0, done.stderr
     assert re.search(r"continuing from checkpoint-00001-00000(05|10)", done.stderr)
     assert "again, without training" not in done.stderr

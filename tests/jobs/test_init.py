@@ -135,7 +135,7 @@ def test_a_rank_that_others_waited_for_has_left_and_cannot_join_again(
                 time.sleep(0.1)
             print("right" if said.exists() else "wrong")
     """
-    job = ranks.run_script(tmp_path, 2, script, timeout=60)
+    job = ranks.run_script(tmp_path, 2, script, timeout=900)
     assert job.output.count("right") == 1, job.output
     assert "left while others waited for it" in job.output
 
@@ -162,7 +162,7 @@ def test_another_backend_of_keras_is_named() -> None:
         env={**os.environ, "KERAS_BACKEND": "jax"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
     )
     assert job.returncode != 0
     assert "hvd_keras needs the TensorFlow or PyTorch backend of Keras, and jax is" in job.stderr

@@ -44,7 +44,7 @@ GOES_ON = """
 def test_a_rank_with_more_batches(tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "postmortem"
     settings = {"HVD_MISMATCH_SECONDS": "1", "HVD_POSTMORTEM": str(folder)}
-    job = ranks.run_script(tmp_path, 2, BATCHES, timeout=100, **settings)
+    job = ranks.run_script(tmp_path, 2, BATCHES, timeout=900, **settings)
     assert job.status != 0
     for rank in range(2):
         told = next(line for line in job.output.splitlines() if f"rank {rank} got:" in line)
@@ -62,7 +62,7 @@ def test_a_rank_with_more_batches(tmp_path: pathlib.Path) -> None:
 
 
 def test_ranks_that_bear_it_go_on(tmp_path: pathlib.Path) -> None:
-    job = ranks.run_script(tmp_path, 2, GOES_ON, timeout=60, HVD_MISMATCH_SECONDS="1")
+    job = ranks.run_script(tmp_path, 2, GOES_ON, timeout=900, HVD_MISMATCH_SECONDS="1")
     assert job.status == 0, job.output
     assert job.output.count("both have 3") == 2, job.output
 
@@ -71,6 +71,6 @@ def test_ranks_that_bear_it_go_on(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize("value", ["-1", "soon"])
 def test_a_wrong_time(tmp_path: pathlib.Path, value: str) -> None:
     script = "import hvd_keras as hvd\nhvd.init()"
-    job = ranks.run_script(tmp_path, 1, script, timeout=60, HVD_MISMATCH_SECONDS=value)
+    job = ranks.run_script(tmp_path, 1, script, timeout=900, HVD_MISMATCH_SECONDS=value)
     assert job.status != 0
     assert f"ValueError: HVD_MISMATCH_SECONDS is '{value}', expected a number" in job.output

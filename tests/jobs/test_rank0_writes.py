@@ -36,7 +36,7 @@ print("both went on", flush=True)
 )
 def test_keras_callback_that_cannot_write(tmp_path: pathlib.Path, callback: str, told: str) -> None:
     script = SCRIPT.replace("CALLBACK", callback)
-    job = ranks.run_script(tmp_path, 2, script.replace("FOLDER", str(tmp_path)), timeout=60)
+    job = ranks.run_script(tmp_path, 2, script.replace("FOLDER", str(tmp_path)), timeout=900)
     assert job.status != 0
     assert str(tmp_path) in job.output
     assert told in job.output, job.output

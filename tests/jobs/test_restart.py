@@ -77,7 +77,7 @@ def test_killed_writers_lose_no_checkpoint(tmp_path: pathlib.Path) -> None:
         [sys.executable, "-c", KILL_LOOP, str(tmp_path), str(KILLS)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert result.returncode == 0, result.stderr
     print(result.stdout)

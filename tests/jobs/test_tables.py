@@ -42,10 +42,10 @@ print("trained", flush=True)
 def test_a_table_that_one_rank_cannot_hold_trains_on_four(tmp_path: pathlib.Path) -> None:
     # Threads have stacks and heaps of their own, which count as address space.
     settings = {"MALLOC_ARENA_MAX": "1", "TF_NUM_INTRAOP_THREADS": "1"}
-    one = ranks.run_script(tmp_path, 1, MEMORY, timeout=300, **settings)
+    one = ranks.run_script(tmp_path, 1, MEMORY, timeout=900, **settings)
     assert one.status != 0, one.output
     assert "trained" not in one.output
-    four = ranks.run_script(tmp_path, 4, MEMORY, timeout=300, **settings)
+    four = ranks.run_script(tmp_path, 4, MEMORY, timeout=900, **settings)
     assert four.status == 0, four.output
     assert four.output.count("trained") == 4
 
@@ -133,7 +133,7 @@ def test_a_rank_that_is_killed_while_it_saves_loses_nothing(tmp_path: pathlib.Pa
     script = tmp_path / "script.py"
     script.write_text(TRAINING)
     (tmp_path / "saved").mkdir()
-    undisturbed = ranks.mpirun(2, sys.executable, str(script), str(tmp_path / "other"), timeout=300)
+    undisturbed = ranks.mpirun(2, sys.executable, str(script), str(tmp_path / "other"), timeout=900)
     expected = re.search("ends with (.*)", undisturbed.output)
     assert expected, undisturbed.output
     torn = 0
@@ -142,7 +142,7 @@ def test_a_rank_that_is_killed_while_it_saves_loses_nothing(tmp_path: pathlib.Pa
         assert "damaged" not in output
         torn += in_mid_write
     assert torn > 0, "no kill came in mid write"
-    last = ranks.mpirun(2, sys.executable, str(script), str(tmp_path / "saved"), timeout=300)
+    last = ranks.mpirun(2, sys.executable, str(script), str(tmp_path / "saved"), timeout=900)
     assert last.status == 0, last.output
     assert "damaged" not in last.output
     assert last.output.count(f"ends with {expected[1]}") == 2, last.output

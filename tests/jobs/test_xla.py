@@ -44,7 +44,7 @@ except tf.errors.OpError as error:
 )
 def test_a_rank_that_ends_or_does_not_come(tmp_path, fault: str, texts: list[str]) -> None:
     script = ENDS.replace("FAULT", fault)
-    job = ranks.run_script(tmp_path, 2, script, timeout=60, HVD_TIMEOUT_SECONDS="2")
+    job = ranks.run_script(tmp_path, 2, script, timeout=900, HVD_TIMEOUT_SECONDS="2")
     assert job.status != 0
     for text in texts:
         assert text in job.output, job.output
@@ -84,7 +84,7 @@ print("trained", flush=True)
 
 @pytest.mark.slow
 def test_library_that_does_not_load(tmp_path: pathlib.Path) -> None:
-    job = ranks.run_script(tmp_path, 2, FALLBACK, timeout=60)
+    job = ranks.run_script(tmp_path, 2, FALLBACK, timeout=900)
     assert job.status == 0, job.output
     assert job.output.count("trained\n") == 2
     assert job.output.count("refused: XLA cannot compile hvd.allreduce here: ") == 2

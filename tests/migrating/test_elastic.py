@@ -87,7 +87,7 @@ print("ended", state.epoch, state.batch, *np.concatenate([np.ravel(v) for v in m
 """
 
 
-RESTARTING = 300  # seconds for a job that starts twice
+RESTARTING = 1500  # seconds for a job that starts twice
 
 
 def run(hvdrun: Launcher, text: str, *options: str, size: int = 2, status: int = 0) -> list[str]:

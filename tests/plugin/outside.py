@@ -96,7 +96,7 @@ class _Job:
             *("-m", items[0].config.option.markexpr, "-q", "--color=no", "-p", "no:cacheprovider"),
             *("-p", "tests.harness.matrix", "--matrix", str(self._folder / "page")),
             # A rank that hangs shows where, and ends the job. No test takes nearly as long.
-            *("--timeout=300", "--timeout-method=thread"),
+            *("--timeout=1500", "--timeout-method=thread"),
             output=self._output,
             env={"HVD_TEST_PARALLEL": str(self._folder)},
         )
@@ -110,7 +110,7 @@ class _Job:
         try:
             cases = self._wait_for(item)
             if item is self._last:
-                ranks.finish(self._process, 300)  # 10 s of work, on a machine that others use
+                ranks.finish(self._process, 1500)  # 10 s of work, on a machine that others use
         except BaseException:
             ranks.end(self._process)
             raise

@@ -21,7 +21,7 @@ def run(script, *options):
         [str(part) for part in command],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
