@@ -19,7 +19,7 @@ import tensorflow as tf
 
 import hvd_keras
 from hvd_keras import lifecycle
-from hvd_keras.auto import distribution, generators, noise, scale, steps, writes
+from hvd_keras.auto import brain, distribution, generators, noise, scale, steps, writes
 from hvd_keras.gradients import division
 from hvd_keras.runtime import agree, rank_info, settings
 from hvd_keras.runtime.keras import is_legacy, replace, require
@@ -38,7 +38,7 @@ def auto(scale_batch: bool = False) -> None:
     Raises:
         RuntimeError: the script calls ``hvd.init()``, too; or Keras is ``tf_keras``.
     """
-    if division.is_on:
+    if division.is_on or brain.is_on():
         return
     if rank_info.is_initialized():
         _refuse_init()
@@ -46,9 +46,14 @@ def auto(scale_batch: bool = False) -> None:
         raise RuntimeError("hvdrun --auto needs Keras 3, and TF_USE_LEGACY_KERAS is set. Unset it.")
     settings.be_strict()
     replace(sys, "excepthook", _tell_briefly)
-    lifecycle.init()
+    if one_brain := settings.read().one_brain:
+        if scale_batch:
+            raise RuntimeError("HVD_AUTO=brain has no --scale-batch. Leave one of them out.")
+        brain.join()
+    else:
+        lifecycle.init()
     replace(hvd_keras, "init", _refuse_init)
-    if rank_info.size() == 1:
+    if rank_info.size() == 1 or one_brain:
         return
     division.is_on = True
     _seed()
