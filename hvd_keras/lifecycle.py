@@ -36,6 +36,9 @@ from hvd_keras.runtime.process_sets import (
 #: What depends on Keras's backend; its interface is that of ``patches.on_tensorflow``.
 backend: Any = importlib.import_module(settings.backend_module())
 
+#: Whether `init` changes Keras; not where one rank alone runs a script.
+changes_keras = True
+
 # Seconds for which a failing rank waits until the others have received its error.
 _ERROR_SECONDS = 2.0
 
@@ -141,7 +144,8 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
         *(rank_info.local_rank(), rank_info.local_size(), rank_info.rank(), rank_info.size()),
         libraries.mpi_version().splitlines()[0],
     )
-    backend.install()
+    if changes_keras:
+        backend.install()
     flight.start()
     observe.start_publishing()
     _add_process_sets(process_sets)

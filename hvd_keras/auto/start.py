@@ -19,7 +19,7 @@ import tensorflow as tf
 
 import hvd_keras
 from hvd_keras import lifecycle
-from hvd_keras.auto import distribution, generators, noise, scale, steps, writes
+from hvd_keras.auto import brain, distribution, generators, noise, scale, steps, writes
 from hvd_keras.gradients import division
 from hvd_keras.runtime import agree, rank_info, settings
 from hvd_keras.runtime.keras import is_legacy, replace, require
@@ -38,7 +38,7 @@ def auto(scale_batch: bool = False) -> None:
     Raises:
         RuntimeError: the script calls ``hvd.init()``, too; or Keras is ``tf_keras``.
     """
-    if division.is_on:
+    if division.is_on or brain.is_on():
         return
     if rank_info.is_initialized():
         _refuse_init()
@@ -46,9 +46,18 @@ def auto(scale_batch: bool = False) -> None:
         raise RuntimeError("hvdrun --auto needs Keras 3, and TF_USE_LEGACY_KERAS is set. Unset it.")
     settings.be_strict()
     replace(sys, "excepthook", _tell_briefly)
-    lifecycle.init()
+    if one_brain := settings.read().one_brain:
+        if scale_batch:
+            raise RuntimeError("HVD_AUTO=brain has no --scale-batch. Leave one of them out.")
+        brain.join()
+    else:
+        lifecycle.init()
     replace(hvd_keras, "init", _refuse_init)
     if rank_info.size() == 1:
+        return
+    for name in ("disable_eager_execution", "disable_v2_behavior"):
+        replace(tf.compat.v1, name, _refuse_graphs)
+    if one_brain:
         return
     division.is_on = True
     _seed()
@@ -124,8 +133,6 @@ def _replace_all(scale_batch: bool) -> None:
         (of_keras.GeneratorDataAdapter, "get_tf_dataset", generators.without_prefetch),
         (parallel.DataParallel, "__init__", distribution.make_data_parallel),
         (parallel.ModelParallel, "__init__", distribution.refuse_model_parallel),
-        (tf.compat.v1, "disable_eager_execution", _refuse_graphs),
-        (tf.compat.v1, "disable_v2_behavior", _refuse_graphs),
     ]
     if scale_batch:
         refuse = functools.partial(scale.refuse, "a call of train_on_batch", "model.fit")

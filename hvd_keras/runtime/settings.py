@@ -57,6 +57,7 @@ class Settings:
     stats_directory: pathlib.Path | None = None  # where each rank writes its statistics
     tells_statistics: bool = False  # hvdrun wants them
     commits: pathlib.Path | None = None  # where rank 0 keeps what hvd.elastic commits
+    one_brain: bool = False  # with hvdrun --auto, rank 0 alone runs the script
 
 
 def _flag(name: str) -> bool:
@@ -83,6 +84,8 @@ def read() -> Settings:
             f"HVD_LOG_LEVEL is {level!r}, expected debug, info, warning or error. Correct or unset "
             "it."
         )
+    if (auto := os.environ.get("HVD_AUTO", "")) not in ("", "brain"):
+        raise ValueError(f"HVD_AUTO is {auto!r}, expected brain. Correct or unset it.")
     # Variables HVDRUN_… come from the launcher, HVD_… from the user.
     watched = "HVDRUN_JOB" in os.environ
     asked = _folder("HVD_POSTMORTEM")
@@ -102,6 +105,7 @@ def read() -> Settings:
         stats_directory=_folder("HVD_STATS_DIRECTORY"),
         tells_statistics="HVDRUN_STATISTICS" in os.environ,
         commits=_folder("HVD_COMMITS"),
+        one_brain=auto == "brain",
     )
 
 
@@ -109,6 +113,12 @@ def be_strict() -> None:
     """Set ``HVD_STRICT`` for this process."""
     os.environ["HVD_STRICT"] = "1"
     read.cache_clear()
+
+
+def wait_without_limit() -> None:
+    """Let ranks wait for as long as a script takes, unless the user has set limits."""
+    for name in ("HVD_TIMEOUT_SECONDS", "HVD_STALL_WARNING_SECONDS"):
+        os.environ.setdefault(name, "0")
 
 
 def mpi_library() -> str:

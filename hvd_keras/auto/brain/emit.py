@@ -1,0 +1,262 @@
+"""Builds rank 0's and the workers' graph of a plan: the same ops on each rank's tensors."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_keras.auto.brain.messages import Collective
+from hvd_keras.auto.brain.places import ALL, FULL, ROOT, Dim, Dims, List, Node, Partial, Rows, Value
+from hvd_keras.auto.brain.plan import Plan, need_of_list
+from hvd_keras.ops.validate import raw
+
+_Attr = tf.compat.v1.AttrValue
+
+
+class Side:
+    """One rank's part of a step, built in the current graph."""
+
+    def __init__(self, plan: Plan, name: str, rank: Any, size: int, inputs: list[Any] | None):
+        """``inputs``: those of the function, on rank 0; None on the others."""
+        self.plan, self.name, self.is_root = plan, name, inputs is not None
+        self.rank, self.size = rank, size
+        self.collectives: list[tuple[Collective, Any]] = []  # with the op of each
+        self._graph: Any = tf.compat.v1.get_default_graph()
+        self._have: dict[tuple[int, Any], Any] = {}
+        self._rows: Any = None  # of the whole batch
+        for value, tensor in zip(plan.inputs, inputs or (), strict=inputs is not None):
+            self._have[id(value), ROOT] = tensor
+            if self._rows is None and (id(value), Rows(0)) in plan.exchanges:
+                self._rows = tf.shape(tensor, tf.int64)[0]
+
+    def build(self) -> list[Any]:
+        """Add all ops; return the outputs of the function, on rank 0."""
+        by_level: list[list[Node]] = [[] for _ in range(self.plan.levels + 1)]
+        for node in self.plan.nodes:
+            by_level[node.level].append(node)
+        for level, nodes in enumerate(by_level):
+            for node in nodes:
+                self._node(node)
+            self._exchange(level)
+        return [self._get(v, ROOT) for v in self.plan.outputs] if self.is_root else []
+
+    # What a rank has
+
+    def _get(self, value: Value, need: Any) -> Any:
+        """Return a tensor as a node needs it; what has to be sent for it has been sent."""
+        if isinstance(need, Dims):
+            return self._sizes(need.of, self._here, value.dtype, need.scalar)
+        if need == value.place or (need == ROOT and value.place == FULL):
+            need = ROOT if value.place == FULL else value.place
+            if (id(value), need) not in self._have:
+                assert value.source is not None
+                value = value.source
+            return self._have[id(value), need]
+        key = id(value), need
+        if key not in self._have:
+            self._have[key] = self._derive(value, need)
+        return self._have[key]
+
+    def _derive(self, value: Value, need: Any) -> Any:
+        node = value.node
+        if need == ROOT and value.is_uniform:
+            assert node is not None
+            return self._copy(node, [self._get(x, ROOT) for x in node.inputs])[0]
+        if isinstance(need, List):
+            if value.place == List(None):
+                return self._have[id(value), value.place]
+            assert node is not None
+            return self._copy(
+                node, [self._get(x, need_of_list(node, x, need)) for x in node.inputs]
+            )[0]
+        if need == ALL:
+            if self.is_root:
+                return self._get(value, ROOT)
+            if (id(value), ROOT) in self.plan.exchanges and isinstance(value.place, Partial):
+                return self._have[id(value), ROOT]  # an allreduce gives it to all
+            return self._repeat(value)
+        if isinstance(need, Partial):
+            return self._get(value, ROOT) if self.is_root else tf.zeros(value.shape, value.dtype)
+        assert isinstance(need, Rows), need
+        whole = self._get(value, ALL)
+        first, last = self._start * need.m, self._stop * need.m
+        begin, size = [0] * value.rank, [-1] * value.rank
+        if value.shape[need.axis] is None:  # it may be 1
+            shape = tf.unstack(tf.shape(whole, tf.int64), num=value.rank)
+            shape[need.axis] = self._rows * need.m
+            whole = tf.broadcast_to(whole, shape)
+        begin[need.axis], size[need.axis] = first, last - first
+        return tf.slice(whole, *(tf.cast(tf.stack(n), tf.int64) for n in (begin, size)))
+
+    def _repeat(self, value: Value) -> Any:
+        node = value.node
+        assert node is not None
+        if node.emit == "sizes":
+            outputs = self._all_sizes(node)
+        else:
+            outputs = self._copy(node, [self._get(x, ALL) for x in node.inputs])
+        for one, tensor in zip(node.outputs, outputs, strict=True):
+            self._have[id(one), ALL] = tensor
+        return self._have[id(value), ALL]
+
+    # Ops
+
+    def _node(self, node: Node) -> None:
+        if not self.is_root and (node.emit in ("sizes", "shape") or node.is_whole):
+            return
+        if node.emit == "sizes":
+            outputs = self._all_sizes(node)
+        else:
+            inputs = [self._get(x, need) for x, need in zip(node.inputs, node.needs, strict=True)]
+            build = getattr(self, f"_{node.emit}") if node.emit else self._copy
+            outputs = build(node, inputs)
+        for value, tensor in zip(node.outputs, outputs, strict=True):
+            self._have[id(value), ROOT if value.place == FULL else value.place] = tensor
+            if value.is_everywhere:
+                self._have[id(value), ALL] = tensor
+
+    def _copy(self, node: Node, inputs: list[Any]) -> list[Any]:
+        op, attrs = node.op, node.attributes
+        for attr in attrs.values():
+            if attr.HasField("func"):
+                self._graph._add_function_recursive(node.graph._get_function(attr.func.name))
+        name = op.name.split("/")[-1].strip("_") or None
+        dtypes = [t.dtype for t in op.outputs]
+        new = self._graph._create_op_internal(
+            op.type, inputs, dtypes, name=name, attrs=attrs, op_def=op.op_def
+        )
+        for old, tensor, value in zip(op.outputs, new.outputs, node.outputs, strict=True):
+            if tensor.shape.rank is None and old.shape.rank is not None:
+                tensor.set_shape(value.shape)
+        return list(new.outputs)
+
+    def _while(self, node: Node, inputs: list[Any]) -> list[Any]:
+        body, test = node.parts
+        dtypes = [t.dtype for t in inputs]
+        attrs = {k: v for k, v in node.attributes.items() if k == "parallel_iterations"}
+        for part, key in ((body, "body"), (test, "cond")):
+            name = part.build(f"{self.name}_{key}", dtypes)
+            attrs[key] = _Attr(func=tf.compat.v1.NameAttrList(name=name))
+        attrs["T"] = _Attr(list=_Attr.ListValue(type=[d.as_datatype_enum for d in dtypes]))
+        shapes = [v.shape.as_proto() for v in body.inputs]
+        attrs["output_shapes"] = _Attr(list=_Attr.ListValue(shape=shapes))
+        new = self._graph._create_op_internal("StatelessWhile", inputs, dtypes, attrs=attrs)
+        return list(new.outputs)
+
+    def _mean(self, node: Node, inputs: list[Any]) -> list[Any]:
+        x, axes = inputs
+        place = node.inputs[0].place
+        wide = tf.cast(x, tf.float32) if x.dtype.size < 4 else x
+        count: Any = self._rows * place.m
+        for axis in node.needs[1].of:
+            if axis != place.axis:
+                count = count * tf.shape(x, tf.int64)[axis]
+        total = tf.reduce_sum(wide, axes, keepdims=node.attr("keep_dims"))
+        return [tf.cast(total / tf.cast(count, wide.dtype), x.dtype)]
+
+    def _shape(self, node: Node, inputs: list[Any]) -> list[Any]:
+        sizes = tf.unstack(tf.shape(inputs[0], tf.int64), num=node.inputs[0].rank)
+        sizes[node.needs[0].axis] = self._rows * node.needs[0].m
+        return [tf.cast(tf.stack(sizes), node.outputs[0].dtype)]
+
+    def _all_sizes(self, node: Node) -> list[Any]:
+        found = []
+        for value in node.outputs:
+            assert value.sym is not None
+            flat = self._sizes(tuple(value.sym.ravel()), self._rows, value.dtype, False)
+            found.append(tf.reshape(flat, value.sym.shape))
+        return found
+
+    def _sizes(self, sizes: tuple[Any, ...], rows: Any, dtype: Any, scalar: bool) -> Any:
+        if any(isinstance(n, Dim) for n in sizes):
+            parts = [tf.cast(rows**n.k * n.c if isinstance(n, Dim) else n, dtype) for n in sizes]
+            return parts[0] if scalar else tf.stack(parts)
+        if scalar:
+            return tf.constant(sizes[0], dtype)
+        return tf.constant(list(sizes), dtype, [len(sizes)])
+
+    # Messages
+
+    def _exchange(self, level: int) -> None:
+        items = self.plan.exchanges.items()
+        found = [(v, key[1], kind) for key, (at, kind, v) in items if at == level]
+        self._broadcast([v for v, _, kind in found if kind == "broadcast"], level)
+        self._reduce([v for v, _, kind in found if kind == "reduce"], level)
+        for i, (value, need, kind) in enumerate(found):
+            name = f"{self.name}.{level}.{kind}.{i}"
+            if kind == "scatter":
+                self._scatter(value, need, name)
+            elif kind == "gather":
+                self._gather(value, name)
+        if level == 0:
+            self._start = self.rank * self._rows // self.size
+            self._stop = (self.rank + 1) * self._rows // self.size
+            self._here = self._stop - self._start
+
+    def _broadcast(self, values: list[Value], level: int) -> None:
+        fixed = [v for v in values if v.shape.is_fully_defined()]
+        free = [v for v in values if not v.shape.is_fully_defined()]
+        mine = [self._get(v, ROOT) if self.is_root else tf.zeros(v.shape, v.dtype) for v in fixed]
+        if level == 0:
+            mine.insert(0, self._rows if self.is_root else tf.zeros([], tf.int64))
+        if mine:
+            got = self._call("broadcast", mine, f"{self.name}.{level}", root_rank=0)
+            if level == 0:
+                self._rows, got = (self._rows if self.is_root else got[0]), got[1:]
+            for value, tensor in zip(fixed, got, strict=True):
+                self._have[id(value), ALL] = self._get(value, ROOT) if self.is_root else tensor
+        if free:  # rank 0 alone knows their sizes
+            flat = []
+            for v in free:
+                if self.is_root:
+                    whole = self._get(v, ROOT)
+                    flat += [tf.reshape(whole, [-1]), tf.shape(whole)]
+                else:
+                    flat += [tf.zeros([0], v.dtype), tf.zeros([0], tf.int32)]
+            got = self._call("allgather", flat, f"{self.name}.{level}.free")
+            for v, tensor, shape in zip(free, got[::2], got[1::2], strict=True):
+                tensor = tf.ensure_shape(tf.reshape(tensor, shape), v.shape)
+                self._have[id(v), ALL] = self._get(v, ROOT) if self.is_root else tensor
+
+    def _reduce(self, values: list[Value], level: int) -> None:
+        for op in ("Sum", "Max", "Min"):
+            some = [v for v in values if v.place == Partial(op)]
+            if some:
+                mine = [self._have[id(v), v.place] for v in some]
+                got = self._call("allreduce", mine, f"{self.name}.{level}.{op}", reduction=op)
+                self._have.update({(id(v), ROOT): t for v, t in zip(some, got, strict=True)})
+
+    def _scatter(self, value: Value, need: Rows, name: str) -> None:
+        order = [need.axis, *(i for i in range(value.rank) if i != need.axis)]
+        inner = [value.shape[i] for i in order[1:]]
+        if self.is_root:
+            whole = self._get(value, ROOT)
+            whole = tf.transpose(whole, order) if need.axis else whole
+            if value.node is not None:  # it may have one row for all
+                whole = tf.broadcast_to(whole, tf.stack([self._rows * need.m, *inner]))
+            edges = tf.range(self.size + 1, dtype=tf.int64) * self._rows // self.size
+            splits = (edges[1:] - edges[:-1]) * need.m
+        else:
+            whole, splits = tf.zeros([0, *inner], value.dtype), tf.zeros([self.size], tf.int64)
+        self._have[id(value), need] = self._move(whole, splits, name, order, value.shape)
+
+    def _gather(self, value: Value, name: str) -> None:
+        axis = value.place.axis
+        order = [axis, *(i for i in range(value.rank) if i != axis)]
+        mine = self._get(value, value.place)
+        mine = tf.transpose(mine, order) if axis else mine
+        splits = tf.concat([tf.shape(mine, tf.int64)[:1], tf.zeros([self.size - 1], tf.int64)], 0)
+        got = self._move(mine, splits, name, order, value.shape)
+        if self.is_root:
+            self._have[id(value), ROOT] = got
+
+    def _move(self, tensor: Any, splits: Any, name: str, order: list[int], shape: Any) -> Any:
+        got, _ = raw.hvd_alltoall(tensor, splits, tensor_name=name, process_set=0)
+        self.collectives.append((Collective("alltoall", name), got.op))
+        got.set_shape([None, *(shape[i] for i in order[1:])])
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return tf.transpose(got, back) if order[0] else got
+
+    def _call(self, kind: str, tensors: list[Any], name: str, **attrs: Any) -> list[Any]:
+        got = getattr(raw, f"hvd_{kind}")(tensors, tensor_name=name, process_set=0, **attrs)
+        self.collectives.append((Collective(kind, name), got[0].op))
+        return list(got)

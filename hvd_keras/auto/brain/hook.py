@@ -1,0 +1,73 @@
+"""Lets the steps of Keras's models and the script's own ``tf.function`` run on all ranks."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_keras.auto.brain.run import Divided
+from hvd_keras.gradients import agreement
+
+_DIVIDED = "_hvd_divided"  # of a tf.function of the script; False: it is of a library
+
+
+def make(of_keras: Callable[..., Any], model: Any, force: bool = False) -> Any:
+    """Replace ``Model.make_train_function``, or that of "test" or "predict"."""
+    with model.distribute_strategy.scope():  # as fit uses it
+        agreement.refuse_strategies()
+    _, kind, _ = of_keras.__name__.split("_")
+    attribute, name = f"{kind}_function", f"{kind}_step"
+    if model.run_eagerly or tf.config.functions_run_eagerly():
+        return of_keras(model, force)
+    if getattr(model, attribute) is None or force:
+        of_keras(model, force)
+        step = Divided.of_step(getattr(model, name), f"the {name} of model {model.name!r}")
+        if kind == "predict":
+            run = functools.partial(_predict, step)
+        else:
+            run = functools.partial(_run, model, step, getattr(model, attribute))
+        setattr(model, attribute, run)
+    return getattr(model, attribute)
+
+
+def _run(model: Any, step: Divided, of_keras: Callable[[Any], Any], iterator: Any) -> Any:
+    """Take batches outside of the function that computes with them."""
+    try:
+        batch = next(iterator)
+    except StopIteration:
+        # Keras finds the end of unknown data in a step, which may then have counted as one.
+        return of_keras(iterator)
+    outputs = step(batch)
+    for _ in range(model.steps_per_execution - 1):
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            break
+        outputs = step(batch)
+    return outputs
+
+
+def _predict(step: Divided, batches: Any) -> Any:
+    first, *more = [step(batch) for batch in batches]
+    if not more:
+        return first
+    return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), first, *more)
+
+
+_LIBRARIES = {"keras", "tensorflow", "tf_keras", "hvd_keras"}
+
+
+def call(of_tensorflow: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace the call of a ``tf.function``: what the script calls with a batch is divided."""
+    divided = vars(self).get(_DIVIDED)
+    if not tf.executing_eagerly() or tf.config.functions_run_eagerly() or divided is False:
+        return of_tensorflow(self, *args, **kwargs)
+    if divided is None:
+        body = self.python_function
+        is_own = str(getattr(body, "__module__", "")).partition(".")[0] not in _LIBRARIES
+        name = f"{getattr(body, '__name__', 'a function')}()"
+        whole = functools.partial(of_tensorflow, self)
+        divided = is_own and Divided(whole, whole, name)
+        setattr(self, _DIVIDED, divided)
+    return divided(*args, **kwargs) if divided else of_tensorflow(self, *args, **kwargs)

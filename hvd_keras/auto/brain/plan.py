@@ -1,0 +1,276 @@
+"""Places every tensor of a traced step: the rules applied to all its ops, calls inlined."""
+
+import os
+from collections import defaultdict
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_keras.auto.brain import layout as layout  # its rules
+from hvd_keras.auto.brain import loops
+from hvd_keras.auto.brain.places import (
+    ALL,
+    FULL,
+    ROOT,
+    SENT,
+    Dim,
+    Dims,
+    List,
+    Node,
+    Partial,
+    Rows,
+    UnknownError,
+    Value,
+    WholeError,
+    function_of,
+    in_order,
+    words,
+)
+from hvd_keras.auto.brain.rules import RULES
+from hvd_keras.auto.brain.shapes import Shapes
+from hvd_keras.auto.brain.sizes import evaluate
+
+# What may use any variable, out of sight.
+_OPAQUE = ("EagerPyFunc", "PyFunc", "PyFuncStateless")
+# Ops that workers repeat, rather than get their results, if what these need is small.
+_REPEATED = words(
+    """Const Cast Reshape ExpandDims Squeeze Identity StopGradient Fill Range Pack ConcatV2
+    StridedSlice Transpose ZerosLike OnesLike BroadcastTo Tile StatelessRandomUniformV2
+    StatelessRandomNormalV2 StatelessTruncatedNormalV2 StatelessRandomUniformIntV2
+    StatelessRandomGetKeyCounter StatelessRandomUniformFullIntV2 Mul AddV2 Sub RealDiv Less Greater
+    GreaterEqual LessEqual Equal LogicalNot LogicalAnd LogicalOr Floor Pow Maximum Minimum SelectV2
+    FloorMod FloorDiv MatrixBandPart LinSpace DivNoNan Neg NotEqual Sqrt Exp Log"""
+)
+_SMALL = 256  # numbers
+
+
+class Plan:
+    """The ops of a function in rounds between which the ranks exchange tensors."""
+
+    def __init__(self, graph: Any, divided: list[bool]) -> None:
+        """``divided``: which inputs of the function have the rows of the batch on axis 0."""
+        self.nodes: list[Node] = []
+        self.whole: list[str] = []  # ops that need the rows of all ranks on the first one
+        # By value and need: after which round it is made, how, and of what.
+        self.exchanges: dict[tuple[int, Any], tuple[int, str, Value]] = {}
+        self._touched: dict[Any, int] = defaultdict(int)  # the last round that uses a resource
+        self._floor = 0  # the last round of what may use any
+        self._small: dict[int, bool] = {}
+        self.inputs = [Value(None, i, t) for i, t in enumerate(graph.inputs)]
+        arguments = []
+        for value, is_divided in zip(self.inputs, divided, strict=True):
+            if is_divided:
+                self._exchange(value, Rows(0), 0, "scatter")
+            arguments.append(self._rows_of(value) if is_divided else value)
+        self._shapes = Shapes(arguments)
+        self.outputs = self._inline(graph, arguments)
+        for value in self.outputs:
+            self.level_of(value, ROOT)
+        self.levels = 1 + max(
+            [n.level for n in self.nodes] + [level for level, _, _ in self.exchanges.values()],
+            default=0,
+        )
+
+    def _rows_of(self, value: Value) -> Value:
+        """Return an input as the ops see it: its rows, once they are sent."""
+        rows = Value(None, value.index, value, Rows(0))
+        rows.level, rows.source = 1, value
+        return rows
+
+    def _inline(self, graph: Any, arguments: list[Value]) -> list[Value]:
+        found = {id(t): v for t, v in zip(graph.inputs, arguments, strict=True)}
+        for op in in_order(graph):
+            if op.type == "NoOp" or (op.outputs and all(id(t) in found for t in op.outputs)):
+                continue
+            if op.type == "Placeholder":
+                raise WholeError(f"its input {op.name} is unknown")
+            values = [found[id(t)] for t in op.inputs]
+            body = function_of(graph, op)
+            if body is not None:
+                results = self._inline(body, values)
+            elif op.type == "IdentityN" or (
+                op.type == "Identity" and values[0].dtype == tf.variant
+            ):
+                results = values
+            else:
+                node = Node(op, values, graph)
+                self.place(node)
+                results = node.outputs
+                if "While" in op.type:  # a variable is the same afterwards
+                    results = [
+                        values[i] if v.dtype == tf.resource else v for i, v in enumerate(results)
+                    ]
+            found.update({id(t): v for t, v in zip(op.outputs, results, strict=True)})
+        return [found[id(t)] for t in graph.outputs]
+
+    def place(self, node: Node) -> None:
+        """Place one op, whose inputs are placed."""
+        evaluate(node)
+        self._shapes.infer(node, node.inputs)
+        is_stateful = bool(node.op.op_def.is_stateful)
+        if node.outputs and all(v.sym is not None for v in node.outputs) and not is_stateful:
+            node.needs, node.inputs, node.emit = [], [], "sizes"
+            node.level = int(any(v.is_size for v in node.outputs))
+        elif any(x.place != FULL for x in node.inputs) or self._is_uniform(node):
+            self._divide(node)
+        else:
+            node.level = max((x.level for x in node.inputs), default=0)
+        if is_stateful:  # what uses a variable keeps its order
+            keys: list[Any] = [id(_origin(x)) for x in node.inputs if x.dtype == tf.resource]
+            keys = [*self._touched, "other"] if node.type in _OPAQUE else keys or ["other"]
+            node.level = max(node.level, self._floor, *(self._touched[k] for k in keys))
+            self._touched.update(dict.fromkeys(keys, node.level))
+            if node.type in _OPAQUE:
+                self._floor = node.level
+        for value in node.outputs:
+            value.level = node.level
+        self.nodes.append(node)
+
+    def _is_uniform(self, node: Node) -> bool:
+        return node.type in loops.UNIFORM and loops.uniform(node) is not None
+
+    def _divide(self, node: Node) -> None:
+        inputs = node.inputs
+        try:
+            places = self._places(node)
+            for x, need in zip(node.inputs, node.needs, strict=True):
+                self._feasible(x, need)
+        except (UnknownError, ValueError, IndexError, TypeError):
+            node.inputs, node.emit = inputs, None
+            node.needs = [ROOT] * len(inputs)
+            places = [FULL] * len(node.outputs)
+            for value in node.outputs:
+                value.is_uniform = False
+            self._note_whole(node)
+        node.level = max(
+            self.level_of(x, need) for x, need in zip(node.inputs, node.needs, strict=True)
+        )
+        if node.needs and not node.is_whole:
+            node.level = max(node.level, 1)
+        for value, place in zip(node.outputs, places, strict=True):
+            value.place = place
+            value.is_everywhere = place == FULL and not node.is_whole and node.emit != "shape"
+
+    def _places(self, node: Node) -> list[Any]:
+        """Set what a node needs; return the places of its outputs."""
+        if node.type == "Shape" and isinstance(node.inputs[0].place, Rows):
+            node.needs, node.emit = [node.inputs[0].place], "shape"
+            return [FULL]
+        if node.type in ("While", "StatelessWhile"):
+            return loops.place_while(self, node)
+        found = loops.uniform(node) if self._is_uniform(node) else None
+        for value in node.outputs:
+            value.is_uniform = found is not None
+        if found is None and node.type in RULES:
+            found = RULES[node.type](node)
+        if found is None:
+            raise UnknownError
+        node.needs = list(found[0])
+        return found[1]
+
+    def _note_whole(self, node: Node) -> None:
+        """Note an op that gets gathered rows, unless it updates a variable with them."""
+        has_rows = any(isinstance(x.place, Rows) for x in node.inputs)
+        if has_rows and all(x.dtype != tf.resource for x in node.inputs):
+            text = f"{node.type}{_line_of(node.op)}"
+            if text not in self.whole:
+                self.whole.append(text)
+
+    def _feasible(self, value: Value, need: Any) -> None:
+        """Raise UnknownError if a tensor cannot be had like that."""
+        if isinstance(need, Dims) or need == value.place or need == ROOT:
+            return
+        if need == ALL and value.is_everywhere:
+            return
+        if isinstance(need, List) and value.node is not None and value.node.type in loops.CREATE:
+            return
+        if value.dtype.name not in SENT or value.shape.rank is None:
+            raise UnknownError
+        if isinstance(need, (Rows, Partial)):
+            rest = value.shape.as_list()
+            if isinstance(need, Rows):
+                del rest[need.axis]
+            if None in rest:
+                raise UnknownError
+        if (isinstance(need, Partial) or value.is_uniform) and value.place != FULL:
+            raise UnknownError
+
+    def _exchange(self, value: Value, need: Any, level: int, kind: str) -> int:
+        at, _, _ = self.exchanges.setdefault((id(value), need), (level, kind, value))
+        return at + 1
+
+    def level_of(self, value: Value, need: Any) -> int:
+        """Return after which round a tensor is there as it is needed; notes the exchange for it."""
+        place, node = value.place, value.node
+        if isinstance(need, Dims):
+            return int(any(isinstance(n, Dim) for n in need.of))
+        if need == place or (need == ROOT and place == FULL):
+            return value.level
+        if need == ALL and value.is_everywhere:
+            return value.level
+        if isinstance(need, List) and place in (FULL, List(None)) and node is not None:
+            if place == List(None):
+                return value.level
+            of = [(x, need_of_list(node, x, need)) for x in node.inputs]
+            return max([value.level, 1] + [self.level_of(x, n) for x, n in of])
+        if isinstance(place, List) or (place != FULL and value.dtype.name not in SENT):
+            raise WholeError(f"{node.type if node else 'an input'} makes a list of rows")
+        level = value.level
+        if place != FULL:
+            if value.is_uniform:
+                assert node is not None
+                if need != ROOT:
+                    raise WholeError(f"{node.type} is needed in two ways")
+                return max(self.level_of(x, ROOT) for x in node.inputs)
+            kind = "reduce" if isinstance(place, Partial) else "gather"
+            level = self._exchange(value, ROOT, value.level, kind)
+            if need == ROOT or (need == ALL and kind == "reduce"):
+                return level
+        if isinstance(need, Partial):
+            return max(level, 1)
+        if place == FULL and self.is_repeated(value):
+            return max(self._level_of_repeated(value), int(isinstance(need, Rows)))
+        return self._exchange(value, need, level, "broadcast" if need == ALL else "scatter")
+
+    def is_repeated(self, value: Value) -> bool:
+        """Whether workers compute a tensor of rank 0 themselves."""
+        if id(value) not in self._small:
+            node = value.node
+            is_small = node is not None and node.type in _REPEATED and node.is_whole
+            self._small[id(value)] = value.place == FULL and (
+                value.sym is not None
+                or (is_small and all(self.is_repeated(x) or _is_small(x) for x in node.inputs))  # type: ignore[union-attr]
+            )
+        return self._small[id(value)]
+
+    def _level_of_repeated(self, value: Value) -> int:
+        assert value.node is not None
+        return max([value.level] + [self.level_of(x, ALL) for x in value.node.inputs])
+
+
+def need_of_list(node: Node, value: Value, need: List) -> Any:
+    """Return what each rank needs to make a list that rank 0 has made."""
+    if node.type == "TensorListFromTensor" and value is node.inputs[0]:
+        return Rows(need.of.axis + 1, need.of.m) if isinstance(need.of, Rows) else ALL
+    return ALL if value.sym is None else Dims(tuple(value.sym.ravel()), value.sym.ndim == 0)
+
+
+def _line_of(op: Any) -> str:
+    """Return the script's line that has made an op, such as " (train.py:7)"; "" if unknown."""
+    for frame in reversed(op.traceback or ()):
+        name = frame.filename
+        is_library = "site-packages" in name or f"{os.sep}hvd_keras{os.sep}" in name
+        if not is_library and name[:1] != "<":
+            return f" ({os.path.basename(name)}:{frame.lineno})"
+    return ""
+
+
+def _origin(value: Value) -> Value:
+    while value.node is not None and value.node.type == "Identity":
+        value = value.node.inputs[0]
+    return value
+
+
+def _is_small(value: Value) -> bool:
+    count = value.shape.num_elements()
+    return value.dtype.name in SENT and count is not None and count <= _SMALL

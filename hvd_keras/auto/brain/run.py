@@ -1,0 +1,178 @@
+"""Divides functions that get a batch: plans them, sends the workers' part once, runs both parts."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_keras.auto.brain import messages, worker
+from hvd_keras.auto.brain.emit import Side
+from hvd_keras.auto.brain.messages import NEW
+from hvd_keras.auto.brain.places import SENT, UnknownError, WholeError
+from hvd_keras.auto.brain.plan import Plan
+from hvd_keras.ops.validate import raw
+from hvd_keras.runtime import log, rank_info
+
+#: TensorFlow's own, as ``hook`` replaces it in the script.
+function = tf.function
+
+_sent = 0  # how many functions the workers have
+_UNDIVIDED = (tf.Variable, tf.__internal__.CompositeTensor)
+
+
+class Divided:
+    """A function of the script, each batch of which all ranks share.
+
+    It is traced once for each structure, dtype and inner shape of its arguments. Which axis is that
+    of the rows is a guess, and any guess is right.
+    """
+
+    def __init__(self, body: Callable[..., Any], whole: Callable[..., Any], name: str) -> None:
+        """``body`` is what is traced, ``whole`` computes the same on this rank alone."""
+        self._body, self._whole, self.name = body, whole, name
+        self._traces: dict[Any, Callable[..., Any] | None] = {}
+        self._captured: list[Any] = []  # keeps what the traces have captured
+
+    @classmethod
+    def of_step(cls, step: Callable[[Any], Any], name: str) -> "Divided":
+        """Make one of a step of a model, which Keras traces without AutoGraph."""
+
+        def body(data: Any) -> Any:
+            return step(data)
+
+        return cls(body, function(body, autograph=False, reduce_retracing=True), name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        both: Any = (args, kwargs)
+        leaves = [_tensor(x) for x in tf.nest.flatten(both)]
+        args, kwargs = tf.nest.pack_sequence_as(both, leaves)
+        if any(isinstance(x, _UNDIVIDED) for x in leaves):
+            self._tell("an argument is a variable, an iterator, or a ragged or sparse tensor")
+            return self._whole(*args, **kwargs)
+        tensors = [x for x in leaves if isinstance(x, tf.Tensor)]
+        rows = _rows(tensors)
+        if not rows:
+            return self._whole(*args, **kwargs)
+        has = [_has(x, rows) for x in leaves]
+        described = [_described(x, has_rows) for x, has_rows in zip(leaves, has, strict=True)]
+        key = str(tf.nest.map_structure(lambda _: 0, both)), tuple(described), tuple(has)
+        if key not in self._traces:
+            self._traces[key] = self._divide(args, kwargs, rows)
+        run = self._traces[key]
+        return self._whole(*args, **kwargs) if run is None else run(tensors)
+
+    def _tell(self, why: str) -> None:
+        log.warn_once(f"hvdrun --auto computes {self.name} on the first rank alone: {why}.")
+
+    def _divide(self, args: Any, kwargs: Any, rows: int) -> Callable[..., Any] | None:
+        """Return what runs this function divided; None if that is not possible."""
+
+        def spec(x: Any) -> Any:
+            if not isinstance(x, tf.Tensor):
+                return x
+            return tf.TensorSpec([None, *x.shape[1:]] if _has(x, rows) else x.shape, x.dtype)
+
+        try:
+            traced = function(self._body, autograph=False).get_concrete_function(
+                *tf.nest.map_structure(spec, args), **tf.nest.map_structure(spec, kwargs)
+            )
+        except Exception as error:  # what fails without a fixed number of rows may succeed with it
+            self._tell(f"without a fixed number of rows it fails: {_first_line(error)}")
+            return None
+        graph = traced.graph
+        taken = len(graph.inputs) - len(traced.captured_inputs)
+        divided = [
+            i < taken and bool(t.shape.rank) and t.shape[0] is None and t.dtype.name in SENT
+            for i, t in enumerate(graph.inputs)
+        ]
+        try:
+            plan = Plan(graph, divided)
+            mine, theirs = _build(plan, traced, taken)
+        except (WholeError, UnknownError) as why:
+            self._tell(str(why))
+            return None
+        except Exception as error:  # nothing is sent yet, so the function may stay as it is
+            self._tell(f"it cannot be divided: {_first_line(error)}")
+            return None
+        if plan.whole:
+            more = f" and {len(plan.whole) - 3} more" if len(plan.whole) > 3 else ""
+            log.warn_once(
+                f"hvdrun --auto computes on the first rank alone, in {self.name}: "
+                f"{', '.join(plan.whole[:3])}{more}. They compare rows, or have no rule."
+            )
+        self._captured.append(traced)
+        return _send(mine, theirs)
+
+
+def _build(plan: Plan, traced: Any, taken: int) -> tuple[Any, worker.Sent]:
+    """Build the first rank's part of a planned function, and that of the others."""
+    graph, size, name = traced.graph, rank_info.size(), f"auto.{_sent}"
+    with tf.Graph().as_default() as theirs:
+        rank = tf.cast(raw.hvd_rank_info(what="rank"), tf.int64)
+        other = Side(plan, name, rank, size, None)
+        other.build()
+        with tf.control_dependencies([op for _, op in other.collectives]):
+            tf.constant(0, name=worker.DONE)
+
+    def compute(*leaves: Any) -> Any:
+        side = Side(plan, name, 0, size, [*leaves, *traced.captured_inputs])
+        found = {id(t): x for t, x in zip(graph.outputs, side.build(), strict=True)}
+        return tf.nest.map_structure(
+            lambda t: found.get(id(t), t), traced.structured_outputs, expand_composites=True
+        )
+
+    specs = [tf.TensorSpec(t.shape, t.dtype) for t in graph.inputs[:taken]]
+    mine = function(compute, autograph=False).get_concrete_function(*specs)
+    collectives = [one for one, _ in other.collectives]
+    return mine, worker.Sent(theirs.as_graph_def().SerializeToString(), collectives)
+
+
+def _send(mine: Any, theirs: worker.Sent) -> Callable[[list[Any]], Any]:
+    """Send the others' part; return what runs both."""
+    global _sent
+    number, _sent = _sent, _sent + 1
+    messages.command(NEW)
+    worker.send(theirs)
+
+    def run(tensors: list[Any]) -> Any:
+        messages.command(number)
+        try:
+            return mine(*tensors)
+        except BaseException as error:
+            found = messages.cancel(theirs.collectives, error)
+            if found is error:
+                raise
+            raise found from None
+
+    return run
+
+
+def _tensor(x: Any) -> Any:
+    """Return an argument as a function gets it: arrays are tensors, optional values None."""
+    if isinstance(x, (np.ndarray, np.generic)):
+        return tf.convert_to_tensor(x)
+    return None if isinstance(x, tf.experimental.Optional) else x
+
+
+def _described(x: Any, has_rows: bool) -> Any:
+    """Return what a trace depends on."""
+    if isinstance(x, tf.Tensor):
+        return x.dtype, *x.shape[has_rows:]
+    return (type(x), x) if isinstance(x, (int, float, str, bytes, type(None))) else id(x)
+
+
+def _rows(tensors: list[Any]) -> int:
+    """Return the number of rows: the first size that most of the tensors have; 0: not divisible."""
+    found = [int(x.shape[0]) for x in tensors if x.shape.rank]
+    rows = max(found, key=found.count, default=0)
+    return rows if rows >= rank_info.size() else 0  # some ops of TensorFlow abort without any
+
+
+def _has(x: Any, rows: int) -> bool:
+    return isinstance(x, tf.Tensor) and bool(x.shape.rank) and x.shape[0] == rows
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1][:200] if lines else ''}"

@@ -1,0 +1,173 @@
+"""Evaluates what a step computes from shapes, with the number of rows as a symbol."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_keras.auto.brain.places import FULL, Dim, Node, Rows, UnknownError, Value, unknown
+
+
+def shape_of(value: Value) -> list[Any]:
+    """The shape of a value, with ``Dim`` for its rows; None where it is not known."""
+    dims: list[Any] = value.shape.as_list()
+    if isinstance(value.place, Rows):
+        dims[value.place.axis] = Dim(value.place.m)
+    return dims
+
+
+def ints(value: Value) -> list[Any] | None:
+    """The known numbers of a value, as a list."""
+    return None if value.sym is None else list(value.sym.ravel())
+
+
+def fixed(value: Value) -> list[int] | None:
+    """The known numbers of a value, if none depends on the batch."""
+    found = ints(value)
+    return (
+        None if found is None or any(isinstance(n, Dim) for n in found) else list(map(int, found))
+    )
+
+
+def _strided(node: Node, x: Any, begin: Any, end: Any, stride: Any) -> Any:
+    masks = [
+        node.attr(f"{m}_mask") for m in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
+    ]
+    if x.ndim != 1 or len(begin) != 1 or masks[2] or masks[3]:
+        raise UnknownError
+    b, e, s = int(begin[0]), int(end[0]), int(stride[0])
+    if masks[4]:
+        return x[b]
+    return x[None if masks[0] else b : None if masks[1] else e : s]
+
+
+def _broadcast_args(node: Node, a: Any, b: Any) -> list[Any]:
+    n = max(len(a), len(b))
+    a, b = ([1] * (n - len(x)) + list(x) for x in (a, b))
+    return [np.array([i for i in range(n) if p[i] == 1], object) for p, q in ((a, b), (b, a))]
+
+
+def _stitch(node: Node, *args: Any) -> Any:
+    half = len(args) // 2
+    found: dict[int, Any] = {}
+    for index, data in zip(args[:half], args[half:], strict=True):
+        found.update({int(i): d for i, d in zip(index.ravel(), data.ravel(), strict=True)})
+    return [found[i] for i in range(len(found))]
+
+
+def _max(node: Node, a: Any, b: Any) -> Any:
+    def one(p: Any, q: Any) -> Any:
+        if isinstance(p, Dim) or isinstance(q, Dim):
+            p, q = (p, q) if isinstance(p, Dim) else (q, p)
+            return p if not isinstance(q, Dim) and q <= 1 else unknown()
+        return max(p, q)
+
+    return np.frompyfunc(one, 2, 1)(a, b)
+
+
+def _binary(f: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    return lambda node, a, b: np.frompyfunc(f, 2, 1)(a, b)
+
+
+def _reshape(node: Node, x: Any, shape: Any) -> Any:
+    return x.reshape([int(n) for n in shape])
+
+
+def _concat_offset(node: Node, axis: Any, *shapes: Any) -> list[Any]:
+    found, total = [], 0
+    for shape in shapes:
+        offset = [0] * len(shape)
+        offset[int(axis)] = total
+        total += shape[int(axis)]
+        found.append(np.array(offset, object))
+    return found
+
+
+def _line(x: Any) -> Any:
+    """Return an array, which must have one axis."""
+    return x if x.ndim == 1 else unknown()
+
+
+def _slice(node: Node, x: Any, begin: Any, size: Any) -> Any:
+    return _line(x)[int(begin[0]) : None if size[0] == -1 else int(begin[0] + size[0])]
+
+
+def _pack(node: Node, *xs: Any) -> Any:
+    return np.stack(xs, node.attr("axis"))
+
+
+def _concat(node: Node, *xs: Any) -> Any:
+    return np.concatenate(xs[:-1], int(xs[-1]))
+
+
+def _prod(node: Node, x: Any, axes: Any) -> Any:
+    numbers = _line(x)
+    return unknown() if node.attr("keep_dims") else np.multiply.reduce(numbers, initial=1)
+
+
+_EVAL: dict[str, Callable[..., Any]] = {
+    "Identity": lambda node, x: x,
+    "StopGradient": lambda node, x: x,
+    "Cast": lambda node, x: x,
+    "StridedSlice": _strided,
+    "Slice": _slice,
+    "Pack": _pack,
+    "ConcatV2": _concat,
+    "Prod": _prod,
+    "Mul": _binary(lambda a, b: a * b),
+    "AddV2": _binary(lambda a, b: a + b),
+    "Sub": _binary(lambda a, b: a - b),
+    "FloorDiv": _binary(lambda a, b: a // b),
+    "FloorMod": _binary(lambda a, b: a % b),
+    "Maximum": _max,
+    "Range": lambda node, a, b, c: np.arange(int(a), int(b), int(c)).astype(object),
+    "GatherV2": lambda node, x, i, *_: _line(x)[i.astype(int)],
+    "ExpandDims": lambda node, x, axis: x.reshape(1) if x.ndim == 0 else unknown(),
+    "Squeeze": lambda node, x: x.reshape([]) if x.ndim == 1 else unknown(),
+    "Reshape": _reshape,
+    "Fill": lambda node, shape, x: np.full([int(n) for n in shape], x, object),
+    "BroadcastGradientArgs": _broadcast_args,
+    "DynamicStitch": _stitch,
+    "ConcatOffset": _concat_offset,
+    "InvertPermutation": lambda node, x: np.argsort(x.astype(int)),
+}
+
+
+def evaluate(node: Node) -> None:
+    """Set ``sym`` of a node's outputs, where they are known."""
+    out = node.outputs[0] if node.outputs else None
+    if out is None or out.dtype not in (tf.int32, tf.int64):
+        return
+    try:
+        if node.type == "Const":
+            value = tf.make_ndarray(node.attr("value"))
+            found: Any = value.astype(object) if value.size <= 64 else unknown()
+        elif node.type in ("Shape", "Size", "Rank", "ShapeN"):
+            found = [shape_of(x) for x in node.inputs]
+            if any(None in dims for dims in found):
+                return
+            if node.type == "Size":
+                found = np.multiply.reduce(np.array(found[0], object)) if found[0] else 1
+            elif node.type == "Rank":
+                found = len(found[0])
+            elif node.type == "Shape":
+                found = found[0]
+        elif node.type in _EVAL:
+            args = [x.sym for x in node.inputs]
+            if any(x is None for x in args) or any(x.place != FULL for x in node.inputs):
+                return
+            found = _EVAL[node.type](node, *args)
+        else:
+            return
+    except (UnknownError, TypeError, ValueError, IndexError, ZeroDivisionError):
+        return
+    many = len(node.outputs) > 1
+    for value, one in zip(node.outputs, found if many else [found], strict=True):
+        value.sym = np.array(one, object) if not isinstance(one, Dim) else _scalar(one)
+
+
+def _scalar(dim: Dim) -> Any:
+    array = np.empty((), object)
+    array[()] = dim
+    return array
