@@ -181,6 +181,7 @@ class Program:
         with contextlib.suppress(StopError):
             stop = stopping(self.spec.restart)
             self.fit(self.given, checkpoint(save_freq=every), stop, epochs=self.spec.epochs)
+        keras.backend.clear_session()  # which names variables anew, as a new process does
         self.begin()
         self.fit(self.given, checkpoint(save_freq=every), epochs=self.spec.epochs)
 
