@@ -331,6 +331,7 @@ class KerasReducer(GradientReducer):
         super().__init__(name, options, groups)
         self.optimizer = optimizer
         self._local_sum = local_sum
+        self._is_scaled = outermost is not optimizer  # by a LossScaleOptimizer
         self.step: Step | None = None  # the update in progress
         self._updates = 0  # that have begun
         optimizer._hvd_reducer = self  # found by model_ranks, and by is_distributed
@@ -363,7 +364,10 @@ class KerasReducer(GradientReducer):
         self._updates += 1
         variables = list(variables)
         is_together = self.process_set.size() > 1 and not agree.is_building.get()
-        if is_together and self.averages_rows and not division.is_on:
+        # Eager code cannot tell a scale that changes, which a LossScaleOptimizer divides by, from
+        # clipping.
+        can_tell = not (self._is_scaled and tf.executing_eagerly())
+        if is_together and self.averages_rows and not division.is_on and can_tell:
             origin.check(self.name, grads, variables, self.process_set)
         step = self.begin(grads, variables)
         with replaced(self, "step", step):
