@@ -104,8 +104,6 @@ class Seed:
         torch.manual_seed(int(state[0]))
 
 
-# ``training.fit_state.Backend``.
-
 COUNTS_ROWS = False
 
 
