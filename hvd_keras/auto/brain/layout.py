@@ -39,7 +39,7 @@ def reshaped(dims: list[Any], target: list[Any], place: Rows) -> tuple[Rows, lis
 
 
 @after_linear("Reshape")
-def reshape(node: Node) -> Plan:
+def _reshape(node: Node) -> Plan:
     x, shape = node.inputs
     target = ints(shape)
     if target is None or not isinstance(x.place, Rows):
@@ -49,7 +49,7 @@ def reshape(node: Node) -> Plan:
 
 
 @after_linear("Squeeze")
-def squeeze(node: Node) -> Plan:
+def _squeeze(node: Node) -> Plan:
     (x,) = node.inputs
     axes = [a % x.rank for a in node.attr("squeeze_dims")]
     if not axes or not isinstance(x.place, Rows) or x.place.axis in axes:
@@ -58,7 +58,7 @@ def squeeze(node: Node) -> Plan:
 
 
 @after_linear("ExpandDims")
-def expand(node: Node) -> Plan:
+def _expand(node: Node) -> Plan:
     x = node.inputs[0]
     found = fixed(node.inputs[1])
     if found is None or not isinstance(x.place, Rows):
@@ -68,7 +68,7 @@ def expand(node: Node) -> Plan:
 
 
 @after_linear("Transpose")
-def transpose(node: Node) -> Plan:
+def _transpose(node: Node) -> Plan:
     x, order = node.inputs
     known = fixed(order)
     if known is None or not isinstance(x.place, Rows):
@@ -77,14 +77,14 @@ def transpose(node: Node) -> Plan:
 
 
 @rule("ConcatV2")
-def concat(node: Node) -> Plan:
+def _concat(node: Node) -> Plan:
     *parts, axis = node.inputs
     (at,) = axes_of(axis, parts[0].rank)
     return _together(node, parts, at, [all_of(axis)], 0)
 
 
 @rule("Pack")
-def pack(node: Node) -> Plan:
+def _pack(node: Node) -> Plan:
     at = node.attr("axis") % (node.inputs[0].rank + 1)
     return _together(node, node.inputs, at, [], 1)
 
@@ -104,7 +104,7 @@ def _together(node: Node, parts: list[Any], at: int, more: list[Any], new: int) 
 
 
 @rule("Unpack")
-def unpack(node: Node) -> Plan:
+def _unpack(node: Node) -> Plan:
     (x,) = node.inputs
     at = node.attr("axis") % x.rank
     if not isinstance(x.place, Rows) or x.place.axis == at:
@@ -113,7 +113,7 @@ def unpack(node: Node) -> Plan:
 
 
 @rule("Split", "SplitV")
-def split(node: Node) -> Plan:
+def _split(node: Node) -> Plan:
     data = node.inputs[1 if node.type == "Split" else 0]
     axis = node.inputs[0 if node.type == "Split" else 2]
     if not isinstance(data.place, Rows) or data.place.axis in axes_of(axis, data.rank):
@@ -123,7 +123,7 @@ def split(node: Node) -> Plan:
 
 
 @rule("StridedSlice", "StridedSliceGrad")
-def strided(node: Node) -> Plan:
+def _strided(node: Node) -> Plan:
     backwards = node.type == "StridedSliceGrad"
     kinds = ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
     masks = {m: node.attr(f"{m}_mask") for m in kinds}
@@ -172,7 +172,7 @@ def strided(node: Node) -> Plan:
 
 
 @rule("Slice")
-def slice_(node: Node) -> Plan:
+def _slice(node: Node) -> Plan:
     x, begin, size = node.inputs
     b, s = ints(begin), ints(size)
     if b is None or s is None or not isinstance(x.place, Rows):
@@ -187,7 +187,7 @@ def slice_(node: Node) -> Plan:
 
 
 @rule("Pad", "PadV2", "MirrorPad", "MirrorPadGrad")
-def pad(node: Node) -> Plan:
+def _pad(node: Node) -> Plan:
     x, amounts, *more = node.inputs
     known = fixed(amounts)
     if known is None or not isinstance(x.place, Rows):
@@ -198,7 +198,7 @@ def pad(node: Node) -> Plan:
 
 
 @rule("Tile")
-def tile(node: Node) -> Plan:
+def _tile(node: Node) -> Plan:
     x, counts = node.inputs
     known = fixed(counts)
     if known is None or not isinstance(x.place, Rows) or known[x.place.axis] != 1:
@@ -207,7 +207,7 @@ def tile(node: Node) -> Plan:
 
 
 @rule("BroadcastTo")
-def broadcast_to(node: Node) -> Plan:
+def _broadcast_to(node: Node) -> Plan:
     x, shape = node.inputs
     target = ints(shape)
     if target is None or not isinstance(x.place, Rows):
@@ -221,7 +221,7 @@ def broadcast_to(node: Node) -> Plan:
 
 
 @rule("GatherV2")
-def gather(node: Node) -> Plan:
+def _gather(node: Node) -> Plan:
     params, indices, axis = node.inputs
     (at,), batch = axes_of(axis, params.rank), node.attr("batch_dims")
     batch += indices.rank if batch < 0 else 0
@@ -243,7 +243,7 @@ def gather(node: Node) -> Plan:
 
 
 @rule("OneHot")
-def one_hot(node: Node) -> Plan:
+def _one_hot(node: Node) -> Plan:
     x = node.inputs[0]
     if not isinstance(x.place, Rows):
         return None
@@ -252,7 +252,7 @@ def one_hot(node: Node) -> Plan:
 
 
 @rule("UnsortedSegmentSum")
-def segment_sum(node: Node) -> Plan:
+def _segment_sum(node: Node) -> Plan:
     data, ids, count = node.inputs
     if fixed(count) is None or has_partial(node):
         return None
@@ -265,7 +265,7 @@ def segment_sum(node: Node) -> Plan:
 
 
 @rule("MatrixBandPart", "MatrixDiagPartV3", "MatrixDiagV3", "MatrixInverse", "Cholesky")
-def batched_matrices(node: Node) -> Plan:
+def _batched_matrices(node: Node) -> Plan:
     x, *more = node.inputs
     if not isinstance(x.place, Rows) or x.place.axis >= x.rank - 2:
         return None

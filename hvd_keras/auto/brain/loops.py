@@ -47,7 +47,7 @@ def _sizes(value: Value) -> Any:
 
 
 @rule("TensorListFromTensor")
-def from_tensor(node: Node) -> Plan:
+def _from_tensor(node: Node) -> Plan:
     x, shape = node.inputs
     if not isinstance(x.place, Rows) or x.place.axis == 0:
         return None
@@ -55,7 +55,7 @@ def from_tensor(node: Node) -> Plan:
 
 
 @rule("TensorListStack")
-def stack(node: Node) -> Plan:
+def _stack(node: Node) -> Plan:
     the_list, shape = node.inputs
     of = the_list.place.of if isinstance(the_list.place, List) else None
     if not isinstance(of, Rows):
@@ -64,7 +64,7 @@ def stack(node: Node) -> Plan:
 
 
 @rule("TensorListGetItem", "TensorListPopBack")
-def take(node: Node) -> Plan:
+def _take(node: Node) -> Plan:
     the_list = node.inputs[0]
     place = the_list.place
     if not isinstance(place, List) or place.of is None:
@@ -78,7 +78,7 @@ def take(node: Node) -> Plan:
 
 
 @rule("TensorListSetItem", "TensorListPushBack")
-def put(node: Node) -> Plan:
+def _put(node: Node) -> Plan:
     the_list, item = node.inputs[0], node.inputs[-1]
     of: Any = item.place
     if item.sym is not None and any(isinstance(n, Dim) for n in item.sym.ravel()):
@@ -93,7 +93,7 @@ def put(node: Node) -> Plan:
 
 
 @rule("TensorListLength", "TensorListElementShape")
-def about(node: Node) -> Plan:
+def _about(node: Node) -> Plan:
     place = node.inputs[0].place
     if not isinstance(place, List):
         return None
@@ -101,14 +101,14 @@ def about(node: Node) -> Plan:
 
 
 @rule("TensorListReserve", "EmptyTensorList")
-def create(node: Node) -> Plan:
+def _create(node: Node) -> Plan:
     if not isinstance(node.inputs[0].place, List):
         return None
     return [node.inputs[0].place, ALL], [List(None)]
 
 
 @rule("ZerosLike")
-def zeros_like(node: Node) -> Plan:
+def _zeros_like(node: Node) -> Plan:
     (x,) = node.inputs
     return ([x.place], [x.place]) if isinstance(x.place, List) else elementwise(node)
 

@@ -20,7 +20,7 @@ from hvd_keras.auto.brain.places import (
     Value,
     words,
 )
-from hvd_keras.auto.brain.sizes import fixed, ints, shape_of
+from hvd_keras.auto.brain.sizes import fixed, ints
 
 Plan = tuple[list[Any], list[Any]] | None
 RULES: dict[str, Callable[[Node], Plan]] = {}
@@ -33,9 +33,9 @@ Identity Inv IsFinite IsInf IsNan LeakyRelu LeakyReluGrad Less LessEqual Lgamma 
 LogicalNot LogicalOr Maximum Minimum Mod Mul MulNoNan Neg NotEqual OnesLike Pow RealDiv Reciprocal
 ReciprocalGrad Relu Relu6 Relu6Grad ReluGrad Rint Round Rsqrt RsqrtGrad Selu SeluGrad SelectV2
 Sigmoid SigmoidGrad Sign Sin Sinh Softplus SoftplusGrad Softsign SoftsignGrad Sqrt SqrtGrad Square
-SquaredDifference StopGradient PreventGradient Sub Tan Tanh TanhGrad TruncateDiv Xdivy Xlogy ZerosLike
-BitwiseAnd BitwiseOr BitwiseXor LeftShift RightShift TruncateMod NextAfter Snapshot CheckNumerics
-InvGrad Xlog1py Bucketize BesselI0e Complex Real Imag
+SquaredDifference StopGradient PreventGradient Sub Tan Tanh TanhGrad TruncateDiv Xdivy Xlogy
+ZerosLike BitwiseAnd BitwiseOr BitwiseXor LeftShift RightShift TruncateMod NextAfter Snapshot
+CheckNumerics InvGrad Xlog1py Bucketize BesselI0e Complex Real Imag
 """
 )
 
@@ -45,11 +45,12 @@ _ROWWISE = {
     "AvgPool": "r>r", "AvgPool3D": "r>r", "AvgPool3DGrad": "sr>r", "AvgPoolGrad": "sr>r",
     "BiasAdd": "ra>r", "BiasAddGrad": "r>p", "Conv2D": "ra>r", "Conv2DBackpropFilter": "rar>p",
     "Conv2DBackpropInput": "sar>r", "Conv3D": "ra>r", "Conv3DBackpropFilterV2": "rar>p",
-    "Conv3DBackpropInputV2": "sar>r", "CropAndResize": None, "DepthToSpace": "r>r",
+    "Conv3DBackpropInputV2": "sar>r", "DepthToSpace": "r>r",
     "DepthwiseConv2dNative": "ra>r", "DepthwiseConv2dNativeBackpropFilter": "rar>p",
     "DepthwiseConv2dNativeBackpropInput": "sar>r", "InTopKV2": "rra>r", "L2Loss": "r>p",
-    "LRN": "r>r", "LRNGrad": "rrr>r", "MaxPool": "r>r", "MaxPool3D": "r>r", "MaxPool3DGrad": "rrr>r",
-    "MaxPoolGrad": "rrr>r", "ResizeBicubic": "ra>r", "ResizeBilinear": "ra>r",
+    "LRN": "r>r", "LRNGrad": "rrr>r", "MaxPool": "r>r", "MaxPool3D": "r>r",
+    "MaxPool3DGrad": "rrr>r", "MaxPoolGrad": "rrr>r", "ResizeBicubic": "ra>r",
+    "ResizeBilinear": "ra>r",
     "ResizeBilinearGrad": "rr>r", "ResizeNearestNeighbor": "ra>r",
     "ResizeNearestNeighborGrad": "ra>r", "SoftmaxCrossEntropyWithLogits": "rr>rr",
     "SpaceToDepth": "r>r", "SparseSoftmaxCrossEntropyWithLogits": "rr>rr", "TopKV2": "ra>rr",
@@ -58,7 +59,13 @@ _ROWWISE = {
 }  # fmt: skip
 
 
+# Of a lower rank, they would combine rows.
+_LEAST_RANK = {"TopKV2": 2, "AdjustContrastv2": 4}
+
+
 def rule(*names: str) -> Callable[[Any], Any]:
+    """Register the rule of these ops."""
+
     def add(f: Any) -> Any:
         RULES.update(dict.fromkeys(names, f))
         return f
@@ -67,10 +74,12 @@ def rule(*names: str) -> Callable[[Any], Any]:
 
 
 def rows_of(node: Node) -> list[Rows]:
+    """Return the places of the inputs that have rows."""
     return [x.place for x in node.inputs if isinstance(x.place, Rows)]
 
 
 def has_partial(node: Node) -> bool:
+    """Whether an input is the sum, or the like, of what the ranks have."""
     return any(isinstance(x.place, Partial) for x in node.inputs)
 
 
@@ -80,8 +89,11 @@ def all_of(value: Value) -> Any:
     return ALL if known is None else Dims(tuple(known), scalar=value.shape.rank == 0)
 
 
-@rule("AddN", "AddV2", "Sub", "Neg", "Identity", "StopGradient", "Cast", "Mul", "RealDiv", "DivNoNan",
-      "Reshape", "Squeeze", "ExpandDims", "Transpose", "PreventGradient")  # fmt: skip
+_ADDITIVE = words("AddN AddV2 Sub Neg Identity StopGradient Cast PreventGradient")
+_SCALING = words("Mul RealDiv DivNoNan")
+
+
+@rule(*_ADDITIVE, *_SCALING, "Reshape", "Squeeze", "ExpandDims", "Transpose")
 def linear(node: Node) -> Plan:
     """Sums stay summands; the rest of these ops' rules is below."""
     if not has_partial(node) or rows_of(node):
@@ -93,16 +105,7 @@ def linear(node: Node) -> Plan:
         is_half = 2 in (after.size, first.dtype.size)
         if not after.is_floating or is_half or after.size < first.dtype.size:
             return None  # the sum itself may overflow, and must do so as it does on one process
-    if node.type in (
-        "AddN",
-        "AddV2",
-        "Sub",
-        "Neg",
-        "Identity",
-        "StopGradient",
-        "Cast",
-        "PreventGradient",
-    ):
+    if node.type in _ADDITIVE:
         same = all(x.shape.as_list() == node.outputs[0].shape.as_list() for x in node.inputs)
         return ([SUM] * len(sums), [SUM]) if all(sums) and same else None
     if not sums[0] or any(fixed(x) is None for x in others):
@@ -111,6 +114,7 @@ def linear(node: Node) -> Plan:
 
 
 def elementwise(node: Node) -> Plan:
+    """Each rank computes its rows, whether or not the inputs broadcast along other axes."""
     if not rows_of(node):
         return None  # of a sum, only rank 0 knows the whole
     rank = max(x.rank for x in node.inputs)
@@ -149,7 +153,7 @@ def select(node: Node) -> Plan:
 
 
 @rule("EnsureShape")
-def ensure_shape(node: Node) -> Plan:
+def _ensure_shape(node: Node) -> Plan:
     (x,) = node.inputs
     shape = node.attr("shape")
     dims = [d.size for d in shape.dim]
@@ -159,15 +163,15 @@ def ensure_shape(node: Node) -> Plan:
 
 
 @rule("Bitcast")
-def bitcast(node: Node) -> Plan:
+def _bitcast(node: Node) -> Plan:
     return elementwise(node) if node.inputs[0].shape.rank == node.outputs[0].shape.rank else None
 
 
-def rowwise(node: Node) -> Plan:
+def _rowwise(node: Node) -> Plan:
     signature = _ROWWISE[node.type]
     if signature is None or has_partial(node):
         return None
-    if node.type == "TopKV2" and node.inputs[0].rank < 2:
+    if node.inputs[0].rank < _LEAST_RANK.get(node.type, 1):
         return None
     kinds, results = signature.split(">")
     ms = {r.m for r in rows_of(node)}
@@ -194,10 +198,11 @@ def rowwise(node: Node) -> Plan:
     return needs, [Rows(0, m) if kind == "r" else SUM for kind in results]
 
 
-RULES.update(dict.fromkeys(_ROWWISE, rowwise))
+RULES.update(dict.fromkeys(_ROWWISE, _rowwise))
 
 
 def axes_of(value: Value, rank: int) -> list[int]:
+    """Return axes that are known, from 0 on."""
     known = fixed(value)
     if known is None:
         raise UnknownError
@@ -205,7 +210,7 @@ def axes_of(value: Value, rank: int) -> list[int]:
 
 
 @rule("Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "EuclideanNorm")
-def reduce(node: Node) -> Plan:
+def _reduce(node: Node) -> Plan:
     x = node.inputs[0]
     axes, keep = axes_of(node.inputs[1], x.rank), node.attr("keep_dims")
     need = Dims(tuple(axes))
@@ -230,7 +235,7 @@ def reduce(node: Node) -> Plan:
 
 
 @rule("Softmax", "LogSoftmax")
-def along_last(node: Node) -> Plan:
+def _along_last(node: Node) -> Plan:
     x = node.inputs[0]
     if not isinstance(x.place, Rows) or x.place.axis == x.rank - 1:
         return None
@@ -238,7 +243,7 @@ def along_last(node: Node) -> Plan:
 
 
 @rule("ArgMax", "ArgMin", "Cumsum", "Cumprod", "ReverseV2")
-def along_axes(node: Node) -> Plan:
+def _along_axes(node: Node) -> Plan:
     x = node.inputs[0]
     axes = axes_of(node.inputs[1], x.rank)
     if not isinstance(x.place, Rows) or x.place.axis in axes:
@@ -250,11 +255,11 @@ def along_axes(node: Node) -> Plan:
 
 
 @rule("Shape", "Size", "Rank", "ShapeN", "BroadcastGradientArgs")
-def sizes_only(node: Node) -> Plan:
+def _sizes_only(node: Node) -> Plan:
     return None  # sizes.evaluate
 
 
-def _einsum(node: Node, terms: list[str], out: str) -> Plan:
+def _contract(node: Node, terms: list[str], out: str) -> Plan:
     """Rows on the label of one or more inputs; a label that is summed makes summands."""
     labels = {
         (t[x.place.axis], x.place.m)
@@ -279,7 +284,7 @@ def _einsum(node: Node, terms: list[str], out: str) -> Plan:
 
 
 @rule("Einsum")
-def einsum(node: Node) -> Plan:
+def _einsum(node: Node) -> Plan:
     left, out = node.attr("equation").decode().split("->")
     terms = left.split(",")
     extra = max(
@@ -296,31 +301,32 @@ def einsum(node: Node) -> Plan:
         return term.replace("...", dots[extra - (rank - len(term.replace("...", ""))) :])
 
     spelled = [spell(t, x.rank) for t, x in zip(terms, node.inputs, strict=True)]
-    return _einsum(node, spelled, out.replace("...", dots))
+    return _contract(node, spelled, out.replace("...", dots))
 
 
 @rule("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3")
-def matmul(node: Node) -> Plan:
+def _matmul(node: Node) -> Plan:
     a, b = node.inputs
     names = ("transpose_a", "transpose_b") if node.type == "MatMul" else ("adj_x", "adj_y")
     ta, tb = (node.attr(n) for n in names)
     extra = max(a.rank, b.rank) - 2
     dots = "0123456789"[:extra]
     one, two = dots[extra - (a.rank - 2) :], dots[extra - (b.rank - 2) :]
-    return _einsum(node, [one + ("ki" if ta else "ik"), two + ("jk" if tb else "kj")], dots + "ij")
+    return _contract(
+        node, [one + ("ki" if ta else "ik"), two + ("jk" if tb else "kj")], dots + "ij"
+    )
 
 
 _AFTER_LINEAR: dict[str, Callable[[Node], Plan]] = dict.fromkeys(
-    ["AddN", "AddV2", "Sub", "Neg", "Identity", "StopGradient", "Cast", "Mul", "RealDiv", "DivNoNan",
-     "PreventGradient"], elementwise)  # fmt: skip
+    [*_ADDITIVE, *_SCALING], elementwise
+)
 
 
 def after_linear(name: str) -> Callable[[Any], Any]:
+    """Register the rule of a linear op for inputs that are no summands."""
+
     def add(f: Any) -> Any:
         _AFTER_LINEAR[name] = f
         return f
 
     return add
-
-
-__all__ = ["RULES", "shape_of"]

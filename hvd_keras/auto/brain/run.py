@@ -157,7 +157,7 @@ def _rows(tensors: list[Any]) -> int:
     """Return the number of rows: the first size that most of the tensors have; 0: not divisible."""
     found = [int(x.shape[0]) for x in tensors if x.shape.rank]
     rows = max(found, key=found.count, default=0)
-    return rows if rows > 1 else 0
+    return rows if rows >= rank_info.size() else 0  # some ops of TensorFlow abort without any
 
 
 def _has(x: Any, rows: int) -> bool:

@@ -45,10 +45,7 @@ def _strided(node: Node, x: Any, begin: Any, end: Any, stride: Any) -> Any:
 def _broadcast_args(node: Node, a: Any, b: Any) -> list[Any]:
     n = max(len(a), len(b))
     a, b = ([1] * (n - len(x)) + list(x) for x in (a, b))
-    return [
-        np.array([i for i in range(n) if p[i] == 1 and (q[i] != 1 or True)], object)
-        for p, q in ((a, b), (b, a))
-    ]
+    return [np.array([i for i in range(n) if p[i] == 1], object) for p, q in ((a, b), (b, a))]
 
 
 def _stitch(node: Node, *args: Any) -> Any:
@@ -87,15 +84,37 @@ def _concat_offset(node: Node, axis: Any, *shapes: Any) -> list[Any]:
     return found
 
 
+def _line(x: Any) -> Any:
+    """Return an array, which must have one axis."""
+    return x if x.ndim == 1 else unknown()
+
+
+def _slice(node: Node, x: Any, begin: Any, size: Any) -> Any:
+    return _line(x)[int(begin[0]) : None if size[0] == -1 else int(begin[0] + size[0])]
+
+
+def _pack(node: Node, *xs: Any) -> Any:
+    return np.stack(xs, node.attr("axis"))
+
+
+def _concat(node: Node, *xs: Any) -> Any:
+    return np.concatenate(xs[:-1], int(xs[-1]))
+
+
+def _prod(node: Node, x: Any, axes: Any) -> Any:
+    numbers = _line(x)
+    return unknown() if node.attr("keep_dims") else np.multiply.reduce(numbers, initial=1)
+
+
 _EVAL: dict[str, Callable[..., Any]] = {
     "Identity": lambda node, x: x,
     "StopGradient": lambda node, x: x,
     "Cast": lambda node, x: x,
     "StridedSlice": _strided,
-    "Slice": lambda node, x, b, s: x[int(b[0]) : None if s[0] == -1 else int(b[0] + s[0])],
-    "Pack": lambda node, *xs: np.stack(xs),
-    "ConcatV2": lambda node, *xs: np.concatenate(xs[:-1]),
-    "Prod": lambda node, x, axes: np.multiply.reduce(x.ravel()) if x.size else 1,
+    "Slice": _slice,
+    "Pack": _pack,
+    "ConcatV2": _concat,
+    "Prod": _prod,
     "Mul": _binary(lambda a, b: a * b),
     "AddV2": _binary(lambda a, b: a + b),
     "Sub": _binary(lambda a, b: a - b),
@@ -103,9 +122,9 @@ _EVAL: dict[str, Callable[..., Any]] = {
     "FloorMod": _binary(lambda a, b: a % b),
     "Maximum": _max,
     "Range": lambda node, a, b, c: np.arange(int(a), int(b), int(c)).astype(object),
-    "GatherV2": lambda node, x, i, axis, *_: x[i.astype(int)],
+    "GatherV2": lambda node, x, i, *_: _line(x)[i.astype(int)],
     "ExpandDims": lambda node, x, axis: x.reshape(1) if x.ndim == 0 else unknown(),
-    "Squeeze": lambda node, x: x.reshape([]),
+    "Squeeze": lambda node, x: x.reshape([]) if x.ndim == 1 else unknown(),
     "Reshape": _reshape,
     "Fill": lambda node, shape, x: np.full([int(n) for n in shape], x, object),
     "BroadcastGradientArgs": _broadcast_args,
@@ -118,7 +137,7 @@ _EVAL: dict[str, Callable[..., Any]] = {
 def evaluate(node: Node) -> None:
     """Set ``sym`` of a node's outputs, where they are known."""
     out = node.outputs[0] if node.outputs else None
-    if out is None or not out.dtype.is_integer:
+    if out is None or out.dtype not in (tf.int32, tf.int64):
         return
     try:
         if node.type == "Const":
