@@ -53,7 +53,11 @@ def auto(scale_batch: bool = False) -> None:
     else:
         lifecycle.init()
     replace(hvd_keras, "init", _refuse_init)
-    if rank_info.size() == 1 or one_brain:
+    if rank_info.size() == 1:
+        return
+    for name in ("disable_eager_execution", "disable_v2_behavior"):
+        replace(tf.compat.v1, name, _refuse_graphs)
+    if one_brain:
         return
     division.is_on = True
     _seed()
@@ -129,8 +133,6 @@ def _replace_all(scale_batch: bool) -> None:
         (of_keras.GeneratorDataAdapter, "get_tf_dataset", generators.without_prefetch),
         (parallel.DataParallel, "__init__", distribution.make_data_parallel),
         (parallel.ModelParallel, "__init__", distribution.refuse_model_parallel),
-        (tf.compat.v1, "disable_eager_execution", _refuse_graphs),
-        (tf.compat.v1, "disable_v2_behavior", _refuse_graphs),
     ]
     if scale_batch:
         refuse = functools.partial(scale.refuse, "a call of train_on_batch", "model.fit")

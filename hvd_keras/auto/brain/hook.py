@@ -7,12 +7,15 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras.auto.brain.run import Divided
+from hvd_keras.gradients import agreement
 
 _DIVIDED = "_hvd_divided"  # of a tf.function of the script; False: it is of a library
 
 
 def make(of_keras: Callable[..., Any], model: Any, force: bool = False) -> Any:
     """Replace ``Model.make_train_function``, or that of "test" or "predict"."""
+    with model.distribute_strategy.scope():  # as fit uses it
+        agreement.refuse_strategies()
     _, kind, _ = of_keras.__name__.split("_")
     attribute, name = f"{kind}_function", f"{kind}_step"
     if model.run_eagerly or tf.config.functions_run_eagerly():

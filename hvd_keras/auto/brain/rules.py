@@ -254,11 +254,6 @@ def _along_axes(node: Node) -> Plan:
     return [x.place, need], [Rows(axis, x.place.m)]
 
 
-@rule("Shape", "Size", "Rank", "ShapeN", "BroadcastGradientArgs")
-def _sizes_only(node: Node) -> Plan:
-    return None  # sizes.evaluate
-
-
 def _contract(node: Node, terms: list[str], out: str) -> Plan:
     """Rows on the label of one or more inputs; a label that is summed makes summands."""
     labels = {

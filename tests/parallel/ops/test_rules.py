@@ -34,7 +34,9 @@ def check(function, *arrays, parts=None, whole=()):
     traced = tf.function(function, autograph=False).get_concrete_function(*specs)
     plan = Plan(traced.graph, [i < parts for i in range(len(traced.graph.inputs))])
     assert {text.partition(" ")[0] for text in plan.whole} == set(whole)
-    divided.update(n.type for n in plan.nodes if not n.is_whole or n.emit)
+    loops = [part.nodes for n in plan.nodes for part in n.parts or ()]
+    some = [n for n in plan.nodes if not n.is_whole or n.emit]
+    divided.update(n.type for nodes in (some, *loops) for n in nodes)
     name, leaves = f"rules.{next(_number)}", [tf.constant(a) for a in arrays]
     if hvd.rank() > 0:
         work(plan, name)
@@ -115,14 +117,10 @@ def one_of_each(x, i):
     """Ops whose rows are independent, on images of 6 x 6 x 2 and on labels."""
     strides = [1, 2, 2, 1]
     kernel, deep = tf.ones([3, 3, 2, 3]) / 3, tf.ones([3, 3, 2, 2])
-    flat, n = tf.reshape(x, [-1, 72]), shape(x)[0]
-    five = tf.reshape(x, [-1, 3, 3, 4, 2])
+    cube, bias = tf.ones([2, 2, 2, 2, 3]), tf.constant([1.0, 2.0])
     with tf.GradientTape() as tape:
-        tape.watch([x, kernel, deep, flat, five])
-        cube = tf.ones([2, 2, 2, 2, 3])
-        tape.watch(cube)
-        bias = tf.constant([1.0, 2.0])
-        tape.watch(bias)
+        tape.watch([x, kernel, deep, cube, bias])
+        flat, five = tf.reshape(x, [-1, 72]), tf.reshape(x, [-1, 3, 3, 4, 2])
         found = [
             tf.nn.conv2d(x, kernel, strides, "SAME"),
             tf.nn.depthwise_conv2d(x, deep, strides, "VALID"),
@@ -147,7 +145,7 @@ def one_of_each(x, i):
         total = tf.add_n([tf.reduce_sum(tf.sin(one)) for one in found])
     found += tape.gradient(total, [x, kernel, deep, cube, bias])
     three = tf.concat([x, x[..., :1]], -1)
-    turned = tf.tile([[1.0, 0.1, 0, 0.1, 1, 0, 0, 0]], [n, 1])
+    turned = tf.tile([[1.0, 0.1, 0, 0.1, 1, 0, 0, 0]], [shape(x)[0], 1])
     found += [
         tf.cast(tf.math.in_top_k(i, flat, 9), tf.float32),
         tf.image.resize(x, [4, 5], "bicubic"),
@@ -167,7 +165,8 @@ def one_of_each(x, i):
 
 @pytest.mark.parametrize("count", [3, 8])
 def test_rowwise(count):
-    check(one_of_each, rows(6, 6, 2, count=count), rows(count=count, dtype="int32"))
+    images, labels = rows(6, 6, 2, count=count), rows(count=count, dtype="int32")
+    check(one_of_each, images, labels, whole=["ScatterNd"])  # of the gradient of top_k
 
 
 def layouts(x, i, table):
@@ -206,7 +205,11 @@ def layouts(x, i, table):
         tf.transpose(whole), tf.cast(whole, tf.float64), tf.square(whole), whole * whole, whole / 2,
         tf.reduce_sum(whole, 1), tf.reduce_mean(whole), tf.concat([whole, whole], 0),
         tf.expand_dims(whole, 0) + 1.0, x - whole, x / tf.cast(n, tf.float32), tf.add_n([x, x, x]),
-        tf.clip_by_value(x, 0.3, 0.6), raw.Bucketize(input=x, boundaries=[0.3, 0.6]),
+        raw.ClipByValue(t=x, clip_value_min=0.3, clip_value_max=0.6),
+        raw.BatchMatMul(x=x, y=x, adj_y=True),
+        raw.BatchMatMulV3(x=x, y=x, adj_x=True, Tout=x.dtype),
+        tf.pad(x, [[0, 0], [1, 2], [0, 1]], constant_values=2.0),
+        raw.Bucketize(input=x, boundaries=[0.3, 0.6]),
         tf.math.real(tf.complex(x, x)), tf.math.imag(tf.complex(x, -x)),
         tf.bitcast(x, tf.int32), raw.CheckNumerics(tensor=x, message=""), tf.cast(x * 9, tf.int32),
         tf.squeeze(tf.expand_dims(whole, 0) * 2, 0),
