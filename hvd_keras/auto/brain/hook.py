@@ -21,15 +21,24 @@ def make(of_keras: Callable[..., Any], model: Any, force: bool = False) -> Any:
     if model.run_eagerly or tf.config.functions_run_eagerly():
         return of_keras(model, force)
     if getattr(model, attribute) is None or force:
+        of_keras(model, force)
         step = Divided.of_step(getattr(model, name), f"the {name} of model {model.name!r}")
-        run = _predict if kind == "predict" else functools.partial(_run, model)
-        setattr(model, attribute, functools.partial(run, step))
+        if kind == "predict":
+            run = functools.partial(_predict, step)
+        else:
+            run = functools.partial(_run, model, step, getattr(model, attribute))
+        setattr(model, attribute, run)
     return getattr(model, attribute)
 
 
-def _run(model: Any, step: Divided, iterator: Any) -> Any:
+def _run(model: Any, step: Divided, of_keras: Callable[[Any], Any], iterator: Any) -> Any:
     """Take batches outside of the function that computes with them."""
-    outputs = step(next(iterator))
+    try:
+        batch = next(iterator)
+    except StopIteration:
+        # Keras finds the end of unknown data in a step, which may then have counted as one.
+        return of_keras(iterator)
+    outputs = step(batch)
     for _ in range(model.steps_per_execution - 1):
         try:
             batch = next(iterator)

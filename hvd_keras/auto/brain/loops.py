@@ -92,21 +92,6 @@ def _put(node: Node) -> Plan:
     return [List(of), *more, last], [List(of)]
 
 
-@rule("TensorListLength", "TensorListElementShape")
-def _about(node: Node) -> Plan:
-    place = node.inputs[0].place
-    if not isinstance(place, List):
-        return None
-    return [place], [FULL if node.type == "TensorListLength" else List("shape")]
-
-
-@rule("TensorListReserve", "EmptyTensorList")
-def _create(node: Node) -> Plan:
-    if not isinstance(node.inputs[0].place, List):
-        return None
-    return [node.inputs[0].place, ALL], [List(None)]
-
-
 @rule("ZerosLike")
 def _zeros_like(node: Node) -> Plan:
     (x,) = node.inputs
