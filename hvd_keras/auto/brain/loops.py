@@ -24,6 +24,7 @@ from hvd_keras.auto.brain.places import (
     Rows,
     UnknownError,
     Value,
+    function_of,
     in_order,
     unknown,
 )
@@ -34,7 +35,6 @@ from hvd_keras.auto.brain.sizes import evaluate, ints
 CREATE = ("EmptyTensorList", "TensorListReserve", "TensorListFromTensor")
 UNIFORM = ("Fill", "BroadcastTo", "Tile")
 _number = itertools.count()
-_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 
 
 def _sizes(value: Value) -> Any:
@@ -126,8 +126,9 @@ class Body:
             if op.type == "NoOp" or (op.outputs and all(id(t) in found for t in op.outputs)):
                 continue
             values = [found[id(t)] for t in op.inputs]
-            if op.type in _CALLS:
-                results = self._inline(graph._get_function(op.get_attr("f").name).graph, values)
+            body = function_of(graph, op)
+            if body is not None:
+                results = self._inline(body, values)
             elif op.type in ("ReadVariableOp", "IdentityN") or (
                 op.type == "Identity" and values[0].dtype == tf.variant
             ):

@@ -143,6 +143,13 @@ class Node:
         return all(need == ROOT for need in self.needs)
 
 
+def function_of(graph: Any, op: Any) -> Any:
+    """Return the graph of the function that an op calls; None if there is none to be seen."""
+    if op.type not in ("PartitionedCall", "StatefulPartitionedCall"):
+        return None
+    return getattr(graph._get_function(op.get_attr("f").name), "graph", None)
+
+
 def in_order(graph: Any) -> list[Any]:
     """Return the ops of a graph that have an effect, as they were made, each after its inputs."""
     needed = {t.op for t in graph.outputs}

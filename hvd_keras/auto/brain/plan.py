@@ -22,6 +22,7 @@ from hvd_keras.auto.brain.places import (
     UnknownError,
     Value,
     WholeError,
+    function_of,
     in_order,
     words,
 )
@@ -29,7 +30,6 @@ from hvd_keras.auto.brain.rules import RULES
 from hvd_keras.auto.brain.shapes import Shapes
 from hvd_keras.auto.brain.sizes import evaluate
 
-CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 # What may use any variable, out of sight.
 _OPAQUE = ("EagerPyFunc", "PyFunc", "PyFuncStateless")
 # Ops that workers repeat, rather than get their results, if what these need is small.
@@ -85,8 +85,8 @@ class Plan:
             if op.type == "Placeholder":
                 raise WholeError(f"its input {op.name} is unknown")
             values = [found[id(t)] for t in op.inputs]
-            if op.type in CALLS:
-                body = graph._get_function(op.get_attr("f").name).graph
+            body = function_of(graph, op)
+            if body is not None:
                 results = self._inline(body, values)
             elif op.type == "IdentityN" or (
                 op.type == "Identity" and values[0].dtype == tf.variant

@@ -32,6 +32,7 @@ class Divided:
         """``body`` is what is traced, ``whole`` computes the same on this rank alone."""
         self._body, self._whole, self.name = body, whole, name
         self._traces: dict[Any, Callable[..., Any] | None] = {}
+        self._captured: list[Any] = []  # keeps what the traces have captured
 
     @classmethod
     def of_step(cls, step: Callable[[Any], Any], name: str) -> "Divided":
@@ -87,9 +88,12 @@ class Divided:
         ]
         try:
             plan = Plan(graph, divided)
-            run = _build(plan, traced, taken, f"auto.{_sent}")
+            mine, theirs = _build(plan, traced, taken)
         except (WholeError, UnknownError) as why:
             self._tell(str(why))
+            return None
+        except Exception as error:  # nothing is sent yet, so the function may stay as it is
+            self._tell(f"it cannot be divided: {_first_line(error)}")
             return None
         if plan.whole:
             more = f" and {len(plan.whole) - 3} more" if len(plan.whole) > 3 else ""
@@ -97,13 +101,13 @@ class Divided:
                 f"hvdrun --auto computes on the first rank alone, in {self.name}: "
                 f"{', '.join(plan.whole[:3])}{more}. They compare rows, or have no rule."
             )
-        return run
+        self._captured.append(traced)
+        return _send(mine, theirs)
 
 
-def _build(plan: Plan, traced: Any, taken: int, name: str) -> Callable[..., Any]:
-    """Build both parts of a planned function and send the workers' part."""
-    global _sent
-    graph, size, number = traced.graph, rank_info.size(), _sent
+def _build(plan: Plan, traced: Any, taken: int) -> tuple[Any, worker.Sent]:
+    """Build the first rank's part of a planned function, and that of the others."""
+    graph, size, name = traced.graph, rank_info.size(), f"auto.{_sent}"
     with tf.Graph().as_default() as theirs:
         rank = tf.cast(raw.hvd_rank_info(what="rank"), tf.int64)
         other = Side(plan, name, rank, size, None)
@@ -121,21 +125,26 @@ def _build(plan: Plan, traced: Any, taken: int, name: str) -> Callable[..., Any]
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in graph.inputs[:taken]]
     mine = function(compute, autograph=False).get_concrete_function(*specs)
     collectives = [one for one, _ in other.collectives]
+    return mine, worker.Sent(theirs.as_graph_def().SerializeToString(), collectives)
+
+
+def _send(mine: Any, theirs: worker.Sent) -> Callable[[list[Any]], Any]:
+    """Send the others' part; return what runs both."""
+    global _sent
+    number, _sent = _sent, _sent + 1
     messages.command(NEW)
-    worker.send(worker.Sent(theirs.as_graph_def().SerializeToString(), collectives))
-    _sent += 1
+    worker.send(theirs)
 
     def run(tensors: list[Any]) -> Any:
         messages.command(number)
         try:
             return mine(*tensors)
         except BaseException as error:
-            found = messages.cancel(collectives, error)
+            found = messages.cancel(theirs.collectives, error)
             if found is error:
                 raise
             raise found from None
 
-    run.keeps = traced  # type: ignore[attr-defined]  # what it has captured
     return run
 
 
