@@ -1,5 +1,6 @@
 """Divides functions that get a batch: plans them, sends the workers' part once, runs both parts."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,10 @@ from hvd_keras.runtime import log, rank_info
 #: TensorFlow's own, as ``hook`` replaces it in the script.
 function = tf.function
 
+_MOST_TRACES = 16  # each takes seconds
+# Held while the workers run or get a function. Another thread, or a Python function within a step,
+# must not wait for it.
+_busy = threading.Lock()
 _sent = 0  # how many functions the workers have
 _UNDIVIDED = (tf.Variable, tf.__internal__.CompositeTensor)
 
@@ -57,16 +62,26 @@ class Divided:
         has = [_has(x, rows) for x in leaves]
         described = [_described(x, has_rows) for x, has_rows in zip(leaves, has, strict=True)]
         key = str(tf.nest.map_structure(lambda _: 0, both)), tuple(described), tuple(has)
-        if key not in self._traces:
-            self._traces[key] = self._divide(args, kwargs, rows)
-        run = self._traces[key]
-        return self._whole(*args, **kwargs) if run is None else run(tensors)
+        if not _busy.acquire(blocking=False):
+            return self._whole(*args, **kwargs)
+        try:
+            if key not in self._traces:
+                self._traces[key] = self._divide(args, kwargs, rows)
+            run = self._traces[key]
+            if run is not None:
+                return run(tensors)
+        finally:
+            _busy.release()
+        return self._whole(*args, **kwargs)
 
     def _tell(self, why: str) -> None:
         log.warn_once(f"hvdrun --auto computes {self.name} on the first rank alone: {why}.")
 
     def _divide(self, args: Any, kwargs: Any, rows: int) -> Callable[..., Any] | None:
         """Return what runs this function divided; None if that is not possible."""
+        if len(self._traces) >= _MOST_TRACES:
+            self._tell(f"its batches have more than {_MOST_TRACES} inner shapes")
+            return None
 
         def spec(x: Any) -> Any:
             if not isinstance(x, tf.Tensor):
