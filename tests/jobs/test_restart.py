@@ -255,11 +255,11 @@ print("begins with epoch", checkpoint.initial_epoch, flush=True)
 
 finish, files = storage._block, []
 
-def die_in_mid_write(disk, name):
+def die_in_mid_write(disk, name, training):
     files.append(name)
     if len(files) == {file}:
         os.kill(os.getpid(), signal.SIGKILL)
-    return finish(disk, name)
+    return finish(disk, name, training)
 
 storage._block = die_in_mid_write
 

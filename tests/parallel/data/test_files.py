@@ -14,7 +14,7 @@ import hvd_keras as hvd
 from hvd_keras import data
 from hvd_keras.data import row_files as of_files
 from hvd_keras.data.split import Order
-from hvd_keras.data.tensorflow import arrays, records
+from hvd_keras.data.tensorflow import arrays, records, sharding
 from hvd_keras.runtime import agree
 from tests.harness.shards import BATCH, RANK, SIZE, TOGETHER, error_of, job_pass, of_all, rows_of
 
@@ -165,7 +165,7 @@ def test_rows_by_number(kind: str, monkeypatch) -> None:
     assert len(set(everyone)) == len(everyone) == LENGTH - LENGTH % TOGETHER % SIZE
     if kind == "grain":
         assert Squares.read == len(joined(rows)), "rows of other ranks were read"
-    (passes,) = data.passes_of(dataset)
+    (passes,) = sharding.passes_of(dataset)
     passes.restore([0, 0, 0, LENGTH])
     unread = passes.seek(2 * TOGETHER)
     assert unread == 2
@@ -199,7 +199,7 @@ def test_the_rest_of_an_epoch_reads_nothing_before(pattern: str) -> None:
             os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
             left -= min(left, count)
     hvd.barrier()
-    (passes,) = data.passes_of(dataset)
+    (passes,) = sharding.passes_of(dataset)
     unread = passes.seek(seen)
     steps = -(-(LENGTH - seen) // TOGETHER)
     assert unread == len(dataset) - steps

@@ -126,7 +126,7 @@ def test_a_restart_goes_on_from_verified_weights(directory) -> None:
 
 
 def test_gradients_that_a_rank_has_accumulated_are_its_own() -> None:
-    """Also those of a scalar, at the end of a fit and in the next one."""
+    """Also those of a scalar, in each batch; at the end of an epoch all ranks have their mean."""
 
     class Scale(keras.layers.Layer):
         def build(self, shape) -> None:
@@ -140,7 +140,8 @@ def test_gradients_that_a_rank_has_accumulated_are_its_own() -> None:
     model.compile(hvd.DistributedOptimizer(optimizer), "mse")
     train(model, hvd.callbacks.VerifyWeights(1))
     (sums,) = (v for v in optimizer.variables if "scale_gradient_accumulator" in v.path)
-    assert len(set(hvd.allgather_object(float(sums)))) == SIZE
+    assert float(sums) != 0
+    assert len(set(hvd.allgather_object(float(sums)))) == 1
 
 
 def test_wrong_arguments() -> None:
