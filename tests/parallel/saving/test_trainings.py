@@ -18,22 +18,27 @@ UNKNOWN = -1.0  # the weight of a model that restores nothing
 STEPS = 3
 
 
-class Begin(keras.callbacks.Callback):
+class Crash(keras.callbacks.Callback):
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.left = after
+
+    def on_train_batch_end(self, batch, logs=None) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+
+class Noting(hvd.callbacks.Checkpoint):
     """Notes which training goes on; one that begins gives its number to the weight."""
 
-    def __init__(self, number: float, crash: int) -> None:
-        super().__init__()
-        self.number, self.crash, self.found = number, crash, UNKNOWN
+    number = found = UNKNOWN
 
     def on_train_begin(self, logs=None) -> None:
+        super().on_train_begin(logs)
         self.found = float(self.model.get_weights()[0][0, 0])
         if self.found == UNKNOWN:
             self.model.set_weights([np.full((1, 1), self.number)])
-
-    def on_train_batch_end(self, batch, logs=None) -> None:
-        self.crash -= 1
-        if self.crash == 0:
-            raise KeyboardInterrupt
 
 
 def train(directory, number: float, crash: int, restore: bool, epochs: int) -> float:
@@ -41,13 +46,13 @@ def train(directory, number: float, crash: int, restore: bool, epochs: int) -> f
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
     model.set_weights([np.full((1, 1), UNKNOWN)])
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)), "mse", run_eagerly=True)
-    saved = hvd.callbacks.Checkpoint(directory, save_freq=2, restore=restore)
-    begin = Begin(number, crash)
+    saved = Noting(directory, save_freq=2, restore=restore)
+    saved.number = number
     x = np.arange(STEPS * hvd.size(), dtype="float32").reshape(-1, 1)
     data = hvd.data.shard((x, x), batch_size=1)
     with contextlib.suppress(KeyboardInterrupt, OSError):
-        model.fit(data, epochs=epochs, verbose=0, callbacks=[saved, begin])
-    return begin.found
+        model.fit(data, epochs=epochs, verbose=0, callbacks=[saved, Crash(crash)])
+    return saved.found
 
 
 def number_in(path) -> float | None:
