@@ -96,9 +96,9 @@ class Passes:
 
     def restore(self, state: list[int]) -> None:
         """Continue where another process was."""
-        number, begun, seen, rows, first, self.read = state
-        if self.first is not None:
-            self.first = first
+        number, begun, seen, rows, *of_fits = state
+        if of_fits and self.first is not None:
+            self.first, self.read = of_fits
         self.epoch = number, begun
         if seen and rows != self.source.length:
             raise ValueError(

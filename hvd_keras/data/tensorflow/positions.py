@@ -80,8 +80,7 @@ class Position:
     def restore(self, saved: bytes) -> None:
         """Let the iterator that is opened next go on there; more bytes may follow."""
         length, _, number, begun = _HEADER.unpack_from(saved)
-        passes = self._passes
-        passes.restore([number, begun, 0, 0, passes.first or 0, passes.read])
+        self._passes.restore([number, begun, 0, 0])
         self._restored = saved[_HEADER.size : _HEADER.size + length]
 
     def _digest(self) -> int:
