@@ -61,9 +61,7 @@ def arrays_of(callbacks: Sequence[Any], numbers: dict[str, Any]) -> list[tuple[s
     for name, length in numbers.items():
         if isinstance(length, list):
             arrays = found.get(name) or [np.zeros(0, "float32")] * length[0]
-            pairs += [
-                (f"{per_rank.CALLBACK}{name} {i}", np.asarray(a)) for i, a in enumerate(arrays)
-            ]
+            pairs += [(f"{CALLBACK}{name} {i}", np.asarray(a)) for i, a in enumerate(arrays)]
     return pairs
 
 
