@@ -298,6 +298,9 @@ def _install_guards() -> None:
             _flush()
             _leave("its script has ended", -1.0)
         _finalize()
+        if log.has_failed:
+            _flush()
+            os._exit(1)
 
     sys.excepthook = abort_all
     atexit.register(at_exit)

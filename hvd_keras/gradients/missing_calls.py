@@ -1,11 +1,13 @@
-"""Warns once about lines that a script lacks, without which each rank would train separately.
+"""Finds lines that a script lacks, without which each rank would train a separate model.
 
-With ``HVD_STRICT=1`` the warnings are errors. ``local_fit`` declares that a rank trains alone.
+That is an error, unless ``local_fit`` declares that a rank trains alone; with ``HVD_STRICT=0`` a
+warning. Other advice is a warning; with ``HVD_STRICT=1`` an error.
 """
 
 import atexit
 import contextlib
 import contextvars
+import ctypes
 import json
 import threading
 import time
@@ -16,7 +18,7 @@ from typing import Any
 from hvd_keras.gradients import division, model_ranks, shards
 from hvd_keras.runtime import agree, libraries, log, rank_info, settings
 from hvd_keras.runtime.keras import graph, is_eager, outside_graphs, unconverted, values_of
-from hvd_keras.runtime.process_sets import ProcessSet
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
 #: Whether ``fit`` is running.
 in_fit = contextvars.ContextVar("a fit is running", default=False)
@@ -26,7 +28,7 @@ _alone_on_purpose = contextvars.ContextVar("inside hvd.local_fit", default=False
 _POLL_SECONDS = 0.2
 
 # A loop that has made this many steps with different weights will not broadcast them any more.
-_STEPS_UNTIL_TOLD = 20
+_STEPS_UNTIL_TOLD = 5
 
 # A script whose first steps are local and that has exchanged nothing until then never will.
 _SECONDS_UNTIL_TOLD = 60
@@ -36,8 +38,9 @@ _SECONDS_UNTIL_TOLD = 60
 def local_fit() -> Iterator[None]:
     """Context manager: this rank trains alone, on purpose.
 
-    Outside of it, hvd_keras warns (with ``HVD_STRICT=1`` it raises) if a job of several ranks
-    applies gradients that were not exchanged, or begins training with different weights.
+    Outside of it, hvd_keras raises an error (with ``HVD_STRICT=0`` it warns) if a job of several
+    ranks applies gradients that were not exchanged, trains with different weights, or trains on
+    the same rows.
 
     Example:
         with hvd.local_fit():
@@ -50,7 +53,7 @@ def local_fit() -> Iterator[None]:
 def apply(method: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
     """Replace ``Optimizer.apply``. By default, it updates what the optimizer was built for.
 
-    It warns if gradients were not exchanged, and refuses what would clip by norms unknown here.
+    It refuses gradients that were not exchanged, and what would clip by norms unknown here.
     """
     if not hasattr(optimizer, "_hvd_reducer"):
         grads, variables = list(grads), trainable_variables
@@ -70,9 +73,9 @@ def apply_pairs(method: Any, optimizer: Any, grads_and_vars: Any, *args: Any, **
 
 @unconverted  # type: ignore[untyped-decorator]
 def _check_update(optimizer: Any, variables: list[Any]) -> None:
-    """Warn once if an optimizer, not distributed, applies gradients that were not exchanged.
+    """Raise a RuntimeError if an optimizer, not distributed, applies gradients of this rank alone.
 
-    In a graph, when that is traced. With ``HVD_STRICT`` raise a RuntimeError.
+    In a graph, when that is traced.
     """
     name = type(optimizer).__name__
     several = rank_info.is_initialized() and rank_info.size() > 1
@@ -94,20 +97,21 @@ def _check_update(optimizer: Any, variables: list[Any]) -> None:
         "(...)), or exchange the gradients with hvd.DistributedGradientTape. If a rank trains "
         "alone on purpose, write: with hvd.local_fit(): ..."
     )
-    if settings.read().strict:
-        raise RuntimeError(f"hvd_keras: {text}")
-    if rank_info.rank() != 0:
-        return
     if not first_steps_are_local or in_fit.get() or not variables:
+        # A graph may apply what another one has reduced; that cannot be seen.
+        parts = in_fit.get() or is_eager() or not count_requests()
+        tell(text, global_process_set, RuntimeError, parts=parts)
         _told_alone.add(*variables)
-        log.warn_once(text)
         return
+    if is_error(parts=False):
+        raise RuntimeError(f"hvd_keras: {text}")
 
     def is_reduced() -> bool:
         return any(variable in _reduced for variable in variables)
 
     last = time.monotonic() + _SECONDS_UNTIL_TOLD
-    _warn_later(text, is_reduced, lambda: is_reduced() or time.monotonic() >= last)
+    is_first = rank_info.rank() == 0
+    _tell_later(text, is_reduced, lambda: is_reduced() or time.monotonic() >= last, is_first)
 
 
 # Optimizers that have applied what the script has reduced; and the requests of this process when
@@ -186,9 +190,9 @@ def check_weights(
 ) -> bool:
     """Compare the ranks' initial weights, unless they were broadcast.
 
-    In ``fit`` a difference gives a warning at once (with ``HVD_STRICT`` a ValueError on all ranks).
-    A custom loop may broadcast after its first step, as Horovod's documentation advises, so there
-    the warning comes some steps later.
+    In ``fit`` a difference is a ValueError on all ranks (with ``HVD_STRICT=0`` a warning). A custom
+    loop may broadcast after its first step, as Horovod's documentation advises, so there the error
+    comes some steps later.
 
     Args:
         name: the name of the optimizer or tape.
@@ -214,19 +218,17 @@ def check_weights(
         else "Add hvd.broadcast_variables(model.variables, root_rank=0), and the same for "
         "optimizer.variables, before the first step or right after it."
     )
-    if settings.read().strict:
-        raise ValueError(f"hvd_keras: {text}")
-    if process_set.rank() == 0 and not _empty_broadcast:  # which has been reported, with what to do
-        if in_fit.get() and not first_steps_are_local:
-            log.warn_once(text)
-        else:
-            # In a graph, the requests of later steps can be counted, not the steps.
-            last = count_requests() + requests * _STEPS_UNTIL_TOLD
-            _warn_later(
-                text,
-                lambda: all(variable in synchronized for variable in variables),
-                lambda: count_requests() >= last,
-            )
+    if is_error(parts=False) or (in_fit.get() and not first_steps_are_local):
+        tell(text, process_set, parts=True)
+    elif not _empty_broadcast:  # which has been reported, with what to do
+        # In a graph, the requests of later steps can be counted, not the steps.
+        last = count_requests() + requests * _STEPS_UNTIL_TOLD
+        _tell_later(
+            text,
+            lambda: all(variable in synchronized for variable in variables),
+            lambda: count_requests() >= last,
+            process_set.rank() == 0,
+        )
     return True
 
 
@@ -287,7 +289,7 @@ def check_values(values: Any, when: str) -> None:
                 f" Most ranks are equal, but not {odd}: if no code assigns values there alone, "
                 "memory or a processor there is faulty."
             )
-    tell(text, values.process_set)
+    tell(text, values.process_set, parts=True)
 
 
 def check_rows(gathered: Sequence[Any], process_set: ProcessSet) -> None:
@@ -302,23 +304,38 @@ def check_rows(gathered: Sequence[Any], process_set: ProcessSet) -> None:
         "x = hvd.data.shard(dataset), and model.fit(x, shuffle=False, ...). If a rank trains alone "
         "on purpose, write: with hvd.local_fit(): ...",
         process_set,
+        parts=True,
     )
 
 
-def tell(
-    text: str, process_set: ProcessSet | None = None, kind: type[Exception] = ValueError
-) -> None:
-    """Warn once, on the first rank of the process set, or on each without one.
+def is_error(parts: bool) -> bool:
+    """Whether advice is an error, by ``HVD_STRICT`` and whether it is about models that part."""
+    strict = settings.read().strict
+    return parts if strict is None else strict
 
-    With ``HVD_STRICT`` raise an error of this kind instead.
+
+def tell(
+    text: str,
+    process_set: ProcessSet | None = None,
+    kind: type[Exception] = ValueError,
+    parts: bool = False,
+) -> None:
+    """Raise an error of this kind, or warn once, on the first rank of the set or each without one.
+
+    Args:
+        text: what is wrong, and what to do.
+        process_set: the ranks that all call this.
+        kind: of the error.
+        parts: whether the ranks train separate models.
     """
-    if settings.read().strict:
-        raise kind(f"hvd_keras: {text}")
+    if is_error(parts):
+        raise kind(f"hvd_keras: {text}{_ALLOWED if parts else ''}")
     if process_set is None or process_set.rank() == 0:
         log.warn_once(text)
 
 
 _ADD_THE_CALLBACK = "Add hvd.callbacks.BroadcastGlobalVariablesCallback(0) to the callbacks of fit."
+_ALLOWED = " (HVD_STRICT=0 makes this error a warning.)"
 _NO_VALUES = "no values"
 
 
@@ -346,21 +363,42 @@ def count_requests(*kinds: str) -> int:
     return sum(int(counters[kind]["requests"]) for kind in kinds if kind in counters)
 
 
-def _warn_later(text: str, is_needless: Callable[[], bool], is_due: Callable[[], bool]) -> None:
-    """Warn when it is due, at the latest at the end, unless the script made it needless by then."""
+def _tell_later(
+    text: str, is_needless: Callable[[], bool], is_due: Callable[[], bool], is_first: bool
+) -> None:
+    """Tell when it is due, at the latest at the end, unless the script made it needless by then.
+
+    The error is raised in the script's main thread, or ends the process with exit status 1; a
+    warning is of the first rank.
+    """
     done = threading.Lock()
 
-    def tell_now() -> None:
-        if done.acquire(blocking=False):  # the thread and the end of the script may meet here
-            atexit.unregister(tell_now)
-            if not is_needless():
+    def tell_now(goes_on: bool = False) -> None:
+        if not done.acquire(blocking=False):  # the thread and the end of the script may meet here
+            return
+        atexit.unregister(tell_now)
+        if is_needless():
+            return
+        if not is_error(parts=True):
+            if is_first:
                 log.warn_once(text)
+        elif goes_on:
+            _raise_in_main_thread(f"hvd_keras: {text}{_ALLOWED}")
+        else:
+            log.fail_at_exit(f"{text}{_ALLOWED}")
 
     def wait() -> None:
         # In a graph later steps run no Python code, so a thread asks.
         while rank_info.is_initialized() and not is_due() and not done.locked():
             time.sleep(_POLL_SECONDS)
-        tell_now()
+        tell_now(goes_on=rank_info.is_initialized())
 
     atexit.register(tell_now)
-    threading.Thread(target=wait, daemon=True, name="hvd_keras warning").start()
+    threading.Thread(target=wait, daemon=True, name="hvd_keras advice").start()
+
+
+def _raise_in_main_thread(text: str) -> None:
+    # Python makes the error from its class, without an argument.
+    error = type("ValueError", (ValueError,), {"__str__": lambda _: text})
+    thread = ctypes.c_ulong(threading.main_thread().ident or 0)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(error))

@@ -129,6 +129,7 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
     """``hvd_keras.init``; rank 0 says once that this is not Horovod."""
     if process_sets is not None and not isinstance(process_sets, str):
         process_sets = [as_process_set(given) for given in process_sets]
+    settings.warn_only()  # Horovod trains separate models
     lifecycle.init(comm, process_sets)
     missing_calls.first_steps_are_local = True  # in elastic scripts
     model_ranks.averages_rows = False

@@ -171,8 +171,8 @@ restarts and the end
     until they are killed; a second Ctrl-C does not wait (default: %(default)s)
 
 programs
---strict: turn hvd_keras's warnings about ranks that train separate models into errors; sets
-    HVD_STRICT=1 for the ranks (default: off)
+--strict: turn hvd_keras's warnings into errors; sets HVD_STRICT=1 for the ranks (default: off: only
+    ranks that train separate models get errors, and with HVD_STRICT=0 warnings)
 --no-init: allow ranks that end without having completed hvd.init(), as those of a command that does
     not use hvd_keras (default: off: exit status 1, unless there is one rank)
 

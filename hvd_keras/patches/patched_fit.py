@@ -58,6 +58,8 @@ def fit(
         if own is not None and several:
             runs = keras_callbacks.edited(own, runs)
             process_set = own.process_set
+            if process_set.rank() == 0:
+                runs = [*runs, progress.Payoff(process_set.size())]
             _weigh(stack, backend, model, process_set, "train_step")
             stack.enter_context(keras_callbacks.on_leader_alone(callbacks, process_set, own))
             if not division.is_on:  # in which the others write copies

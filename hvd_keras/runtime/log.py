@@ -20,6 +20,17 @@ def start(rank: int) -> None:
         logger.propagate = False
 
 
+#: Whether the script, which has ended without an exception, must not have exit status 0.
+has_failed = False
+
+
+def fail_at_exit(text: str) -> None:
+    """Write an error, and give this process exit status 1 when it ends."""
+    global has_failed
+    has_failed = True
+    logger.error(text)
+
+
 @functools.cache
 def warn_once(text: str) -> None:
     """Write a warning, unless this process has already written it."""

@@ -47,7 +47,9 @@ class Settings:
     log_level: str = "WARNING"  # for the core as well
     gpus_shared: bool = False  # by processes of a host
     some_gpus_hidden: bool = False  # from CUDA
-    strict: bool = False  # warnings that the ranks train separate models become errors
+    #: None: what lets the ranks train separate models is an error, and other advice a warning.
+    #: True: all of it are errors; False: warnings.
+    strict: bool | None = None
     verbose_all: bool = False  # all ranks show Keras's progress bar by default, not one
     watched: bool = False  # hvdrun follows this process
     #: A rank that fails because another one has left prints its traceback, too.
@@ -96,7 +98,7 @@ def read() -> Settings:
         gpus_shared=os.environ.get("HVD_GPU_OPERATIONS") == "MPI"
         or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1",
         some_gpus_hidden=bool(os.environ.get("CUDA_VISIBLE_DEVICES")),
-        strict=_flag("HVD_STRICT"),
+        strict=_flag("HVD_STRICT") if os.environ.get("HVD_STRICT") else None,
         verbose_all=_flag("HVD_VERBOSE_ALL"),
         watched=watched,
         all_tracebacks="HVDRUN_VERBOSE" in os.environ or not watched,
@@ -112,6 +114,12 @@ def read() -> Settings:
 def be_strict() -> None:
     """Set ``HVD_STRICT`` for this process."""
     os.environ["HVD_STRICT"] = "1"
+    read.cache_clear()
+
+
+def warn_only() -> None:
+    """Let ranks train separate models with a warning, unless the user has set ``HVD_STRICT``."""
+    os.environ.setdefault("HVD_STRICT", "0")
     read.cache_clear()
 
 

@@ -1,5 +1,6 @@
-"""Keeps how far a ``fit`` is, for hvdrun."""
+"""Keeps how far a ``fit`` is, for hvdrun; says at the end if one process would be as fast."""
 
+import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from hvd_keras import observe
+from hvd_keras.runtime import libraries, log
 from hvd_keras.runtime.keras import keras
 
 
@@ -70,3 +72,74 @@ class Progress(keras.callbacks.Callback):  # type: ignore[misc]
             now["gpu_bytes"] = gpu_bytes
         observe.training.update(now)
         self._next = time.monotonic() + observe.PERIOD
+
+
+# A shorter fit, or epoch, is not worth a word.
+_SECONDS = 10.0
+_STEPS = 20
+
+
+class Payoff(keras.callbacks.Callback):  # type: ignore[misc]
+    """Says at the end of a ``fit`` on several ranks if one process would be as fast.
+
+    A step without the exchange of gradients is what one process computes for the rows of one rank.
+    For those of all ranks it takes about as many times as long: its host has as many cores.
+
+    Args:
+        size: the number of ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self._size = size
+        self._begin = 0.0  # of the fit; then of what is measured of an epoch: time, step, exchange
+        self._first = self._last = (0.0, 0, 0.0)
+        self._is_measuring = False
+        self._text = ""
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._begin, self._text = time.perf_counter(), ""
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._is_measuring, self._first = True, (0.0, -1, 0.0)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if self._first[1] < 0:
+            self._first = time.perf_counter(), batch, _exchanging()
+        self._last = time.perf_counter(), batch, 0.0
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._measure()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._measure()
+
+    def _measure(self) -> None:
+        if not self._is_measuring:
+            return
+        self._is_measuring = False
+        steps = self._last[1] - self._first[1]
+        if self._first[1] < 0 or steps < _STEPS:
+            self._text = ""
+            return
+        step = (self._last[0] - self._first[0]) / steps
+        exchange = min(step, (_exchanging() - self._first[2]) / steps)
+        alone = self._size * (step - exchange)
+        self._text = ""
+        if alone < step:
+            self._text = (
+                f"{self._size} ranks take {step * 1e3:.1f} ms a step, {exchange * 1e3:.1f} of them "
+                "for the exchange of gradients; one process takes about "
+                f"{alone * 1e3:.1f} for the same rows. Larger batches or models make several ranks "
+                "pay (docs/performance.md)."
+            )
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        if self._text and time.perf_counter() - self._begin > _SECONDS:
+            log.logger.warning(self._text)
+
+
+def _exchanging() -> float:
+    """Seconds that this process has waited for others' tensors, or moved them."""
+    kinds = json.loads(libraries.core().hvd_stats())["collectives"].values()
+    return float(sum(kind["waiting_seconds"] + kind["moving_seconds"] for kind in kinds))

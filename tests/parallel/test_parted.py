@@ -1,4 +1,4 @@
-"""Weights that part after the first broadcast, and rows that all ranks have, are told."""
+"""Weights that part after the first broadcast, and rows that all ranks have, are errors."""
 
 import os
 import time
@@ -20,11 +20,11 @@ SGD = keras.optimizers.SGD
 WAYS = [False, pytest.param(True, marks=pytest.mark.slow)]
 
 
-@pytest.fixture(params=WAYS, ids=["warning", "strict"])
+@pytest.fixture(params=WAYS, ids=["warning", "error"])
 def told(request, monkeypatch):
     """Calls a function, and returns what hvd_keras tells of it on rank 0."""
     if request.param:
-        monkeypatch.setattr(settings, "read", lambda read=settings.read: strictly(read()))
+        monkeypatch.setattr(settings, "read", lambda read=settings.read: by_default(read()))
 
     def call(function) -> str:
         warnings: list[str] = []
@@ -43,8 +43,8 @@ def told(request, monkeypatch):
     return call
 
 
-def strictly(values):
-    return type(values)(**{**vars(values), "strict": True})
+def by_default(values):
+    return type(values)(**{**vars(values), "strict": None})
 
 
 def mine():
@@ -112,7 +112,7 @@ def test_fit_ends_together_after_a_warning_about_a_difference(monkeypatch, direc
     assert (directory / "written").exists()
 
 
-@pytest.mark.parametrize("told", [False, True], ids=["warning", "strict"], indirect=True)
+@pytest.mark.parametrize("told", [False, True], ids=["warning", "error"], indirect=True)
 def test_a_rate_from_the_ranks_own_logs(told) -> None:
     class Plateau(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):

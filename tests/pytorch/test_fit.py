@@ -158,7 +158,7 @@ def test_validation_in_unequal_numbers_of_steps_is_told(hvdrun) -> None:
     assert warning not in job.stderr.split("validate 4")[0]
 
 
-def test_ranks_that_train_separately_warn(hvdrun) -> None:
+def test_ranks_that_train_separately_are_an_error_or_warned_of(hvdrun) -> None:
     script = """
         import hvd_keras as hvd, keras, numpy as np
         hvd.init()
@@ -171,12 +171,16 @@ def test_ranks_that_train_separately_warn(hvdrun) -> None:
             model.compile(hvd.DistributedOptimizer(optimizer) if distributed else optimizer, "mse")
             model.fit(x, x[:, :1], batch_size=4, shuffle=False, verbose=0)
     """
-    hvdrun.environment["KERAS_BACKEND"] = "torch"
+    hvdrun.environment |= {"KERAS_BACKEND": "torch", "HVD_STRICT": "0"}
     job = hvdrun.python(2, script)
     assert job.returncode == 0
     assert "the 2 ranks began to train with different weights" in job.stderr
     assert "all 2 ranks train on the same rows" in job.stderr
     assert "optimizer SGD applies gradients of this rank alone" in job.stderr
+    del hvdrun.environment["HVD_STRICT"]
+    job = hvdrun.python(2, script)
+    assert job.returncode == 1
+    assert "ValueError: hvd_keras: the 2 ranks began to train with different weights" in job.stderr
 
 
 def test_callbacks_decide_alike(hvdrun) -> None:

@@ -1,5 +1,6 @@
 """Judges from the ranks' reports how a job ended, and phrases the summary."""
 
+import resource
 import signal
 import time
 from collections.abc import Collection, Sequence
@@ -186,7 +187,10 @@ def judge(
             return verdict(shell_status(-signal.SIGKILL), cause, explained=False)
         status = -signal.SIGKILL if culprit.status is None else culprit.status
         how = culprit.describe() if culprit.status is None else _describe_status(status)
-        if culprit.status == -signal.SIGKILL:
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if status < 0 and limit != resource.RLIM_INFINITY:
+            how += f" (out of memory? ulimit -v allows {limit // 10**6} MB)"
+        elif culprit.status == -signal.SIGKILL:
             how += " (out of memory? see dmesg)"
         # Of ranks with the same error, the one that has printed it.
         culprit = next((one for one in reports if culprit.error in one.marks), culprit)
