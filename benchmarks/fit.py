@@ -55,7 +55,9 @@ def check(case: str) -> None:
     batches = zip(*(keras_models.batch(case, rank) for rank in range(hvd.size())), strict=True)
     single = compiled(case, distributed=False)
     before = single.get_weights()
-    single.fit(dataset(*map(np.concatenate, batches)), steps_per_epoch=5, shuffle=False, verbose=0)
+    data = dataset(*map(np.concatenate, batches))
+    with hvd.local_fit():
+        single.fit(data, steps_per_epoch=5, shuffle=False, verbose=0)
     for got, wanted, old in zip(model.get_weights(), single.get_weights(), before, strict=True):
         clock.expect(np.allclose(got, wanted, rtol=1e-4, atol=1e-6), "weights after 5 steps")
         clock.expect(not np.array_equal(got, old), "weights have not moved")
@@ -72,8 +74,12 @@ def rows_of(case: str, steps: int, repeats: int) -> list[report.Row]:
         )
         return watch.seconds / steps
 
+    def alone(model: keras.Model, ranks: int = hvd.size()) -> float:
+        with hvd.local_fit():
+            return step(model) if hvd.rank() < ranks else 0.0
+
     def by_rank_0(model: keras.Model):
-        return lambda: step(model) if hvd.rank() == 0 else 0.0
+        return lambda: alone(model, 1)
 
     together, beside = compiled(case, distributed=True), compiled(case, distributed=False)
     several = compiled(case, distributed=True, steps_per_execution=10)
@@ -81,7 +87,7 @@ def rows_of(case: str, steps: int, repeats: int) -> list[report.Row]:
         {
             "ours": lambda: step(together),
             "steps_per_execution=10": lambda: step(several),
-            "as many processes that exchange nothing": lambda: step(beside),
+            "as many processes that exchange nothing": lambda: alone(beside),
             "one process": by_rank_0(compiled(case, distributed=False)),
             "one process, with XLA": by_rank_0(compiled(case, distributed=False, xla=True)),
         },

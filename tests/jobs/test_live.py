@@ -35,7 +35,8 @@ class Late(keras.callbacks.Callback):
         over = int(hvd.allreduce(np.int32(os.path.exists("enough")), op=hvd.Max, name="over"))
         self.model.stop_training = bool(over)
 
-model.fit(x, x[:, :1], batch_size=4, epochs=100000, verbose=0, callbacks=[Late()])
+model.fit(x, x[:, :1], batch_size=4, epochs=100000, verbose=0,
+          callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), Late()])
 """
 
 

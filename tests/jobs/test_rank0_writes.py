@@ -15,8 +15,8 @@ hvd.init()
 model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
 model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
 x, y = np.full((8, 2), hvd.rank()), np.ones((8, 1))
-callback = CALLBACK
-model.fit(x, y, epochs=3, verbose=0, callbacks=[callback])
+callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), CALLBACK]
+model.fit(x, y, epochs=3, verbose=0, callbacks=callbacks)
 hvd.allreduce([1.0], name="after")
 print("both went on", flush=True)
 """
