@@ -51,7 +51,7 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
             models or vocabularies differ.
 
     Example:
-        model.fit(x, y, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+        model.fit(data, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
     """
 
     def __init__(self, root_rank: int, local_variables: Iterable[Any] | None = None) -> None:

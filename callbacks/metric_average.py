@@ -41,7 +41,7 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
     Example:
         average = hvd.callbacks.MetricAverageCallback()
         stop = keras.callbacks.EarlyStopping("val_auc", mode="max", patience=3)
-        model.fit(x, y, validation_data=(x_val, y_val), callbacks=[average, stop])
+        model.fit(data, validation_data=(x_val, y_val), callbacks=[average, stop])
         results = model.evaluate(x_test, y_test, callbacks=[average], return_dict=True)
     """
 

@@ -41,7 +41,7 @@ class ProgressLogger(Callback, keras.callbacks.ProgbarLogger):  # type: ignore[m
 
     Example:
         average, progress = hvd.callbacks.MetricAverageCallback(), hvd.callbacks.ProgressLogger()
-        model.fit(x, y, callbacks=[average, progress])
+        model.fit(data, callbacks=[average, progress])
     """
 
     def __init__(self, verbose: int | None = None) -> None:

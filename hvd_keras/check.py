@@ -35,7 +35,7 @@ with _held_back():  # what TensorFlow says at its start about CUDA, oneDNN and t
     import numpy as np
 
     import hvd_keras as hvd
-    from hvd_keras.launch.onhost.cores import usable_cores, usable_gpus
+    from hvd_keras.launch.onhost.cores import ranges, usable_cores, usable_gpus
     from hvd_keras.lifecycle import backend
     from hvd_keras.runtime import gpu, libraries
 
@@ -60,7 +60,7 @@ def facts() -> dict[str, str]:
         "Keras": keras.__version__,
         "MPI": libraries.mpi_version().splitlines()[0],
         "MPI library": core.hvd_mpi_file().decode(),
-        "Cores": f"{usable_cores()} usable on this host",
+        "Cores": f"{usable_cores()} usable, of {ranges(os.sched_getaffinity(0))}",
         "GPUs": ", ".join(gpus) if gpus else "none",
         **for_gpus,
     }

@@ -100,6 +100,7 @@ class _Publisher:
 
     def _write(self) -> None:
         numbers = json.loads(libraries.core().hvd_stats()) | {"training": dict(training)}
+        numbers["cores"] = sorted(os.sched_getaffinity(0))
         if self._path is None:
             numbers["late"] = numbers.pop("ranks")[self._rank]  # grows with the job otherwise
             settings.tell_hvdrun(statistics=numbers)

@@ -251,6 +251,7 @@ class DistributedGradientTape:
         ValueError: an argument is impossible, or ``init()`` was not called.
 
     Example:
+        hvd.broadcast_variables(model.variables, root_rank=0)
         with tf.GradientTape() as tape:
             loss = loss_fn(y, model(x, training=True))
         tape = hvd.DistributedGradientTape(tape)

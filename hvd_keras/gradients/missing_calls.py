@@ -399,6 +399,7 @@ def _tell_later(
 
 def _raise_in_main_thread(text: str) -> None:
     # Python makes the error from its class, without an argument.
-    error = type("ValueError", (ValueError,), {"__str__": lambda _: text})
+    members = {"__str__": lambda _: text, "__module__": "builtins"}
+    error = type("ValueError", (ValueError,), members)
     thread = ctypes.c_ulong(threading.main_thread().ident or 0)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(error))

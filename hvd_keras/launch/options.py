@@ -120,6 +120,8 @@ usual options
 -H --hosts HOSTS: server1:4,server2:4: hosts and the number of ranks on each; without a number, one
     rank per usable core (default: this host)
 --oversubscribe: allow more ranks than usable cores or slots (default: off)
+--bind: give each rank of a host cores of its own, unless there are fewer cores than ranks, or the
+    user or SLURM has bound the ranks (default: on)
 -m MODULE: run a Python module, as `python -m MODULE` does; all that follows are its arguments
     (default: none)
 --max-restarts N: maximum number of restarts after a failure; hvd.callbacks.Checkpoint lets training
@@ -194,6 +196,7 @@ _DETAILS: dict[str, dict[str, Any]] = {
     "-np": {"dest": "size"},
     "-m": {"dest": "module", "nargs": argparse.REMAINDER},
     "-h": {"action": "help"},
+    "--bind": {"action": argparse.BooleanOptionalAction},
     "--prefix": {"action": argparse.BooleanOptionalAction},
     "--nproc-per-node": {"dest": "per_host"},
     "--env": {"action": "append"},
@@ -215,7 +218,7 @@ _TYPES: dict[str, Callable[[str, str], Any]] = {
     **dict.fromkeys(("--restart-timeout", "--stop-timeout"), _NOT_NEGATIVE),
 }
 _DEFAULTS = {
-    **{"prefix": True, "remote_shell": [], "env": [], "mpi_args": [], "settings": []},
+    **{"bind": True, "prefix": True, "remote_shell": [], "env": [], "mpi_args": [], "settings": []},
     # For extensions: whether more ranks than cores on this host are worth a word, no error.
     "may_share_cores": False,
     **{"wait_for_hosts": 0, "start_timeout": 120, "restart_timeout": 600, "stop_timeout": 20},

@@ -129,6 +129,7 @@ class Job:
             self._signals.changed.set,
             is_first,  # a restart has no input, because an earlier start has consumed it
             call,
+            options.bind,
         )
         names = self._directory, self._number, secret, self._ranks.addresses
         planned = plan(spec, placement, *names)

@@ -118,7 +118,7 @@ def load_model(
 
     Example:
         model = hvd.load_model("checkpoints/model.keras")
-        model.fit(x, y)
+        model.fit(data)
     """
     found: dict[str, Any] | None = None  # what save_model notes of divided tables
     if not is_legacy and zipfile.is_zipfile(filepath):

@@ -136,6 +136,7 @@ def names(folder: Path) -> dict[str, Any]:
     return {
         **parts,
         **{"hvd": hvd, "hvd_keras": hvd, "keras": keras, "tf": tf, "np": np, "x": x, "y": y},
+        "data": hvd.data.shard((x, y), batch_size=8),
         **{"model": dense(), "baseline": baseline, "files": files, "parse": parse},
         **{"words": ["a", "b", "c"], "config": {"rate": 0.1 * (1 + hvd.rank())}},
         **{"optimizer": keras.optimizers.SGD(0.01), "loss_fn": keras.losses.MeanSquaredError()},

@@ -14,7 +14,7 @@ import pytest
 
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.follow.output import Destination, Stream
-from hvd_keras.launch.onhost.cores import THREAD_VARIABLES, cpu_quota, usable_cores
+from hvd_keras.launch.onhost.cores import THREAD_VARIABLES, usable_cores
 from hvd_keras.launch.onhost.limits import SILENCE
 from hvd_keras.launch.start import mpirun
 from hvd_keras.runtime import mpi_library
@@ -237,49 +237,6 @@ def test_mpi_works_in_the_ranks(hvdrun):
     assert (done.stderr, done.returncode) == ("", 0)
 
 
-SHOW_THREADS = f"print(*[os.environ[name] for name in {THREAD_VARIABLES!r}])"
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_ranks_share_the_cores(hvdrun, size):
-    threads = max(1, usable_cores() // size)
-    done = hvdrun.python(size, SHOW_THREADS)
-    assert sorted(done.stdout.splitlines()) == [
-        f"[{rank}] {threads} {threads} {threads}" for rank in range(size)
-    ]
-
-
-def test_thread_settings_of_the_user_stay(hvdrun):
-    threads = max(1, usable_cores() // 2)
-    done = hvdrun.python(2, SHOW_THREADS, env=hvdrun.environment | {"OMP_NUM_THREADS": "77"})
-    assert sorted(done.stdout.splitlines()) == [
-        f"[{rank}] 77 {threads} {threads}" for rank in range(2)
-    ]
-
-
-def test_a_quota_of_any_group_above_limits_the_cores(tmp_path):
-    membership = tmp_path / "cgroup"
-    membership.write_text("4:memory:/elsewhere\n0::/a/b\n")
-    (tmp_path / "root/a/b").mkdir(parents=True)
-    assert cpu_quota(membership, tmp_path / "root") == float("inf")
-    (tmp_path / "root/a/b/cpu.max").write_text("max 100000\n")
-    (tmp_path / "root/a/cpu.max").write_text("150000 100000\n")
-    assert cpu_quota(membership, tmp_path / "root") == 1.5
-    (tmp_path / "root/a/b/cpu.max").write_text("50000 100000\n")
-    assert cpu_quota(membership, tmp_path / "root") == 0.5
-
-
-def test_a_quota_of_the_first_version_of_control_groups_limits_the_cores(tmp_path):
-    membership = tmp_path / "cgroup"
-    membership.write_text("4:cpuset:/\n3:cpu,cpuacct:/pod/a\n0::/\n")
-    folder = tmp_path / "root/cpu/pod"
-    folder.mkdir(parents=True)
-    (folder / "cpu.cfs_period_us").write_text("100000\n")
-    for quota, cores in (("-1", float("inf")), ("250000", 2.5)):
-        (folder / "cpu.cfs_quota_us").write_text(f"{quota}\n")
-        assert cpu_quota(membership, tmp_path / "root") == cores
-
-
 @pytest.mark.parametrize("strict", [False, True])
 def test_strict_reaches_the_ranks(hvdrun, strict):
     code = "import os; print(os.environ.get('HVD_STRICT'))"
@@ -456,7 +413,7 @@ def test_verbose_shows_the_command(hvdrun):
 def test_help_and_version(hvdrun):
     text = hvdrun.run("--help").stdout
     options = re.findall(r"^  (-\S.*?)(?=^  -|\Z)", text, re.MULTILINE | re.DOTALL)
-    assert len(options) == 37
+    assert len(options) == 38
     first = " ".join(option.split()[0].strip(",") for option in options[:10])
     assert first == (
         "-np -H --oversubscribe -m --max-restarts --output-dir --stats --verbose --check -h"
@@ -481,7 +438,7 @@ def test_check(hvdrun):
     assert re.search(r"MPI library: +/", done.stdout)
     assert re.search(r"Self-test: +\d+ collectives of 6 kinds on 2 ranks, all correct", done.stdout)
     assert done.stdout.endswith("[0] OK\n")
-    assert re.search(rf"Cores: +{usable_cores()} usable on this host", done.stdout)
+    assert re.search(r"Cores: +\d+ usable, of \d", done.stdout)
     assert re.search(r"Launcher: +/\S+/mpirun\n", done.stdout)
     if "GPUs:         none" in done.stdout:
         assert "cannot" not in done.stdout  # what only GPUs need may be missing

@@ -15,6 +15,7 @@ BATCHES = """
     import hvd_keras as hvd
 
     hvd.init()
+    keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.layers.Dense(2)])
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", jit_compile=False)
     rows = 12 if hvd.rank() == 0 else 8

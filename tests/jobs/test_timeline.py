@@ -132,7 +132,13 @@ def test_statistics_of_a_job_that_left_some_or_none(hvdrun) -> None:
     assert "no statistics: no rank has called hvd.init()" in done.stderr
     spent = {"requests": 3, "bytes": 5e9, "waiting_seconds": 1.0, "moving_seconds": 0.5}
     late = {"last": 7, "awaited_seconds": 0.1}
-    own = {"rank": 1, "seconds": 4.0, "collectives": {"allreduce": spent}, "late": late}
+    own = {
+        "rank": 1,
+        "cores": [0, 1],
+        "seconds": 4.0,
+        "collectives": {"allreduce": spent},
+        "late": late,
+    }
     told = statistics.Statistics(size=2)
     told.take(1, "host", own)
     table = statistics.table(told)

@@ -10,7 +10,6 @@ import signal
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from hvd_keras.launch.follow.statistics import Statistics
 from hvd_keras.launch.follow.supervise import wait_for
 from hvd_keras.launch.onhost import channel, limits
 from hvd_keras.launch.onhost.channel import PIECE, Connection, ProtocolError, silence
-from hvd_keras.launch.onhost.cores import thread_settings
+from hvd_keras.launch.onhost.cores import may_be_divided, thread_settings
 from hvd_keras.launch.onhost.worker import FUNCTION, RESULT
 
 # How many connections may be open that have not proved to belong to the job; further ones wait to
@@ -37,7 +36,8 @@ class _Peer(Connection):
     """The connection to a worker; or to a stranger, while it has no report."""
 
     report: Report
-    cores = 0
+    cores = 0  # that it may use
+    mask: Sequence[int] = ()  # their numbers, without a control group's quota
     is_here = False  # on our host
     why = ""  # we have ended the connection
 
@@ -62,6 +62,7 @@ class Ranks:
     changed: Callable[[], None]  # is called when something happens that may end the job
     has_input: bool  # standard input goes to rank 0
     call: Path | None  # the folder of a call of `hvd_keras.run`
+    binds: bool  # ranks of a host get cores of their own
     problem: str = ""  # why the job cannot go on, if the reports do not tell
 
     def __post_init__(self) -> None:
@@ -218,10 +219,10 @@ class Ranks:
             if peer.report.status is not None:
                 peer.send(end="now")
 
-    def _welcome(self, peer: _Peer, rank: int, host: str, cores: int) -> None:
+    def _welcome(self, peer: _Peer, rank: int, host: str, cores: int, mask: Sequence[int]) -> None:
         if rank in self._peers or not 0 <= rank < self.size:
             raise ProtocolError(f"rank {rank} is not expected")
-        peer.cores, peer.is_here = cores, host == socket.gethostname()
+        peer.cores, peer.mask, peer.is_here = cores, mask, host == socket.gethostname()
         self._peers[rank] = peer
         peer.report = self.reports[rank] = Report(rank, host=self.names.get(host, host))
         if len(self._peers) == self.size:
@@ -230,13 +231,20 @@ class Ranks:
             self._start_all()
 
     def _start_all(self) -> None:
-        ranks = Counter(report.host for report in self.reports)
+        ranks: dict[str, list[int]] = {}  # by host, in their order
+        for report in self.reports:
+            ranks.setdefault(report.host, []).append(report.rank)
         for rank, peer in self._peers.items():
+            there = ranks[peer.report.host]
             threads = thread_settings(
-                ranks[peer.report.host], os.environ, peer.cores, several_hosts=len(ranks) > 1
+                len(there), os.environ, peer.cores, several_hosts=len(ranks) > 1
             )
             environment = threads | self._start["environment"]
-            self._do(self._start_one(peer, {**self._start, "environment": environment}))
+            masks = [self._peers[other].mask for other in there]
+            is_divided = self.binds and may_be_divided(masks, peer.cores, os.environ | environment)
+            part = [there.index(rank), len(there)] if is_divided else None
+            start = {**self._start, "environment": environment, "part": part}
+            self._do(self._start_one(peer, start))
             if rank > 0 or not self.has_input:
                 peer.send(input="")
         if self.has_input:

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hvd_keras.launch.onhost.cores import ranges
+
 # A rank is worth a sentence if the others waited for it for this part of the time, and this many
 # times as long as for any other.
 WORTH_A_WORD = 0.05
@@ -74,10 +76,11 @@ def table(statistics: Statistics) -> str:
 
 
 def _of_ranks(stats: dict[int, Any]) -> str:
-    rows = [["rank", "seconds", "waiting", "", "moving", "", "came last", "others waited for it"]]
+    rows = [["rank", "cores", "seconds", "waiting", "", "moving", ""]]
+    rows[0] += ["came last", "others waited for it"]
     for rank, own in stats.items():
         late = own["late"]
-        row = [str(rank), f"{own['seconds']:.1f}"]
+        row = [str(rank), ranges(own["cores"]), f"{own['seconds']:.1f}"]
         for what in ("waiting", "moving"):
             spent = _spent(own, what)
             row += [f"{spent:.1f} s", f"{spent / max(own['seconds'], 1e-9):.0%}"]

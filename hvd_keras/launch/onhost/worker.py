@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from . import channel, warm
 from .channel import PIECE, Connection, ProtocolError, silence
-from .cores import usable_cores
+from .cores import own_cores, usable_cores
 from .limits import ALIVE_CHECKS, GRACE, SILENCE, SUSPICION, WORKER_CHECK
 from .process import FORWARDED, JOB, ask_to_end, prepare, private_folder, shell_status
 from .sweep import OWNER
@@ -234,6 +234,9 @@ class Worker:
     def _start(self, order: dict[str, Any]) -> subprocess.Popen[bytes] | warm.Child:
         """Start what `run_job` describes."""
         private_folder(Path(memory_folder(os.environ[JOB])))
+        if part := order["part"]:
+            index, count = part
+            os.sched_setaffinity(0, own_cores(index, count, os.sched_getaffinity(0)))
         own = {k: v for k, v in os.environ.items() if k not in (SECRET, ADDRESSES)}
         # Not the job's folder itself, which holds our files.
         own["TMPDIR"] = str(private_folder(_folder_path() / "tmp"))
@@ -393,6 +396,7 @@ async def _run() -> int:
     rank, secret = find_rank(os.environ), os.environ[SECRET]
     streams = await asyncio.open_connection(sock=channel.connect(os.environ[ADDRESSES]))
     hello = {"rank": rank, "host": socket.gethostname(), "cores": usable_cores()}
+    hello["mask"] = sorted(os.sched_getaffinity(0))
     connection = Connection(secret, streams, listens=False, hello=hello)
     return await Worker(rank, connection).run()
 
