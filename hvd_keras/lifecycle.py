@@ -44,13 +44,13 @@ _ERROR_SECONDS = 2.0
 
 
 class LeaveResult(enum.IntEnum):
-    """How this rank left the job, as the core numbers it."""
+    """How this rank left the job, as the core numbers and names it."""
 
-    TOGETHER = 0  # all ranks left
-    AWAITED = 1  # others still waited for this rank, and got its reason
-    NO_ANSWER = 2  # the others did not answer in time
-    DESERTED = 3  # another rank had left while this one waited for it
-    TIMED_OUT = 4  # the ranks had waited for too long
+    TOGETHER = 0  # all_left: all ranks left
+    AWAITED = 1  # left_early: others still waited for this rank, and got its reason
+    NO_ANSWER = 2  # no_answer: the others did not answer in time
+    DESERTED = 3  # peer_left: another rank had left while this one waited for it
+    TIMED_OUT = 4  # aborted: the ranks had waited for too long
 
 
 # Seconds for which a rank stays alive after it has left. A rank that others waited for gives them

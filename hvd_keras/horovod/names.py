@@ -38,15 +38,12 @@ class Row:
 _TEXT = """
 # the job
 init  @basics
-    ranks outside of `comm` get an error; a second call adds process sets; never raises
-    `ImportError`
+    ranks outside of `comm` get an error; a second call adds process sets
 shutdown is_initialized
     `init` raises after a `shutdown` while others waited for this rank
 rank size local_rank local_size cross_rank cross_size
 is_homogeneous mpi_threads_supported mpi_enabled mpi_built nccl_built cuda_built rocm_built
-    found at run time
 gloo_built gloo_enabled ddl_built ccl_built
-    always False
 sycl_built  gone @basics
     Intel's GPUs are not supported | always False
 gpu_available  gone @basics
@@ -54,47 +51,33 @@ gpu_available  gone @basics
 rank_op local_rank_op local_size_op
 size_op process_set_included_op  @basics
 start_timeline stop_timeline
-    `mark_cycles` has no effect; see also `hvd.stats()`
 # collectives
 Average Sum Min Max Product
-    members of `hvd.ReduceOp`
 Adasum
-    any number of ranks and any optimizer; sparse gradients need `sparse_as_dense`; has no
-    gradient
+    any number of ranks; sparse gradients need `sparse_as_dense`; has no gradient
 allreduce grouped_allreduce  @collectives
-    groups may mix dtypes and slices; refuses averages and scale factors of integers | groups
-    may mix dtypes and slices
+    groups may mix dtypes and slices
 allgather grouped_allgather broadcast  @collectives
-    other [gradients](#gradients-through-collectives) |
 reducescatter grouped_reducescatter  @collectives
-    other [gradients](#gradients-through-collectives); refuses averages of integers |
 alltoall  @collectives
 barrier  @collectives
 join
-    returns a tensor; other ranks may then call anything but `alltoall`, also with sparse
-    gradients
+    returns a tensor; other ranks may then call anything but `alltoall`
 broadcast_  gone @collectives
     `broadcast_variables` |
 broadcast_variables  @collectives
     an op in TensorFlow 1 graphs; warns without variables
 broadcast_object broadcast_object_fn allgather_object  @collectives
-    `session` is not needed
 broadcast_global_variables BroadcastGlobalVariablesHook
-    TensorFlow 1; always an op (`horovod.keras` runs it immediately) | TensorFlow 1
+    TensorFlow 1; always an op | TensorFlow 1
 ProcessSet add_process_set global_process_set  @basics
-    can be added at any time; ids are not reused; `size()` of a set not yet added is its number
-    of ranks | can be added at any time
+    can be added at any time
 remove_process_set  @basics
-    removing the global set is an error |
-Compression
-    also `.bf16`; `Compressor` is public
+Compression Compressor
 compression.NoneCompressor compression.FP16Compressor  renamed @-
     `Compression.none`, `Compression.fp16` |
-Compressor
-    base class for your own compression
 # training
 SyncBatchNormalization
-    weighted by the ranks' counts, as `BatchNormalization(synchronized=True)`
 DistributedOptimizer  @training:optimizer_of_tensorflow
     no `use_locking`; modifies and returns its argument; `op=Sum` sums; raises on ranks outside
     of `process_set` | =, with `use_locking`, on all ranks
@@ -123,9 +106,9 @@ callbacks.BroadcastGlobalVariablesCallback  @training
     no `device`; runs before the first step of each `fit`, with the optimizer's state | =, with
     `device`
 callbacks.MetricAverageCallback  @training
-    no `device`; exact, also for AUC, Precision or unequal batch counts | =, with `device`
+    no `device`; exact, also for AUC | =, with `device`
 callbacks.LearningRateWarmupCallback  @/callbacks
-    momentum correction scales the buffers, which also works in compiled steps
+    momentum correction scales the buffers
 callbacks.LearningRateScheduleCallback  @training
     likewise; a number as `multiplier` holds | =, but decays: `multiplier ** (epoch - start_epoch)`
 callbacks.BestModelCheckpoint  renamed @training
@@ -142,23 +125,18 @@ renamed @elastic
     `initial_epoch`
 # helpers
 horovod.common.elastic.*  gone @-
-    not needed | `State`, `ObjectState` and `run_fn`; the exceptions are never raised
 horovod.data.* horovod.runner.launch horovod.runner.common.util.hosts \
 horovod.runner.common.util.safe_shell_exec horovod.runner.common.util.settings \
 horovod.runner.util.* horovod.tensorflow.gradient_aggregation*  gone @-
-    not needed | `ImportError` with what to use
 horovod.common.util.* horovod.common.exceptions.*  gone @-
-    not needed | what programs import, such as `check_extension`, `gpu_available` and
-    `split_list`; the exceptions are never raised
 mpi_ops._basics mpi_ops._allreduce util._executing_eagerly  gone @-
-    `allreduce(tensor, op=hvd.Sum)`, `tf.executing_eagerly` | kept, although private
 # launching
 horovod.run  changed @launching
-    `hvd.run(func, args, kwargs, np=…, hosts=…)`; other settings are options of `hvdrun`:
-    `options=[…]` | refuses arguments without an option of `hvdrun`
+    `hvd.run(func, args, kwargs, np=…, hosts=…, options=[…])` | refuses arguments that are no
+    options of `hvdrun`
 horovod.spark.run  renamed @launching:spark_run
     `hvd.spark.run`; for `HorovodRunner` of `sparkdl`, `hvd.spark.HorovodRunner` | refuses
-    other arguments than those of `hvd.spark.run`
+    arguments that this lacks
 horovod.ray.RayExecutor  renamed @launching
     `hvd.ray.run`, or `hvd.ray.TrainConfig` for Ray Train | [limits](platforms/ray.md#limits)
 horovod.spark.keras.*  gone @-

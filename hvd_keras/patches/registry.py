@@ -1,8 +1,7 @@
 """The registry of all changes that hvd_keras makes to classes of Keras.
 
 Each row names a class, the attribute that changes, and the reason. In a job of one rank, and for
-models that no distributed optimizer trains, the changed methods behave as before. docs/design.md
-lists the rows.
+models that no distributed optimizer trains, the changed methods behave as before.
 """
 
 import contextlib

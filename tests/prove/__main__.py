@@ -1,4 +1,4 @@
-"""Proves two protocols by machine: see docs/how-we-know.md.
+"""Proves two protocols by machine: see docs/protocol.md.
 
 That of a host's ranks, over a model of C++ atomics, and the agreement, by a model whose
 negotiations decide() must decide alike.

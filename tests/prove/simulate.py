@@ -1,6 +1,6 @@
 """Simulates jobs on several hosts, with the engine and the transports as they ship, and faults.
 
-See docs/how-we-know.md and native/tests/simulate. Each seed is a job, and runs twice. With
+See docs/protocol.md and native/tests/simulate. Each seed is a job, and runs twice. With
 --mutants, breaks the core in one place after another; the simulation must notice each.
 """
 
