@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 
 # What these classes change while ``fit`` runs.
 _ATTRIBUTES = {
+    "CSVLogger": ("keys",),
     "EarlyStopping": ("best", "best_epoch", "best_weights", "stopped_epoch", "wait"),
     "ModelCheckpoint": ("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
     "ReduceLROnPlateau": ("best", "cooldown_counter", "wait"),
+    "SwapEMAWeights": ("_ema_weights_in_model",),
     "TensorBoard": ("_global_test_batch", "_global_train_batch", "_previous_epoch_iterations"),
 }
 
@@ -38,7 +40,7 @@ def _stateful(callbacks: Sequence[Any]) -> Iterator[tuple[str, str, Any]]:
     counted: collections.Counter[str] = collections.Counter()
     for callback in callbacks:
         for name, attributes in _ATTRIBUTES.items():
-            if isinstance(callback, getattr(keras.callbacks, name)):
+            if isinstance(callback, getattr(keras.callbacks, name, ())):  # tf_keras lacks some
                 counted[name] += 1
                 for attribute in attributes:
                     if hasattr(callback, attribute):
@@ -48,10 +50,7 @@ def _stateful(callbacks: Sequence[Any]) -> Iterator[tuple[str, str, Any]]:
 def numbers_of(callbacks: Sequence[Any]) -> dict[str, Any]:
     """Return the state of callbacks, as far as JSON can hold it; of a list of arrays its length."""
     found = {name: getattr(c, attribute) for name, attribute, c in _stateful(callbacks)}
-    return {
-        name: [len(value)] if isinstance(value, list) else _plain(value)
-        for name, value in found.items()
-    }
+    return {name: _plain(value) for name, value in found.items()}
 
 
 def arrays_of(callbacks: Sequence[Any], numbers: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -74,11 +73,16 @@ def set_state(
         if isinstance(value, list):
             mine = [array for path, array in arrays if path.startswith(f"{CALLBACK}{name} ")]
             value = mine if all(array.size for array in mine) else None
+        if isinstance(value, dict):
+            value = value["words"]
         if name in numbers:
             setattr(callback, attribute, value)
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        is_text = any(isinstance(one, str) for one in value)
+        return {"words": value} if is_text else [len(value)]
     return value if value is None or isinstance(value, int) else float(value)
 
 

@@ -2,7 +2,7 @@
 
 from tests.programs import draw, run
 
-SEEDS = (121, 372, 422, 424, 514, 751, 906, 948, 1245, 1273, 1316, 1341)
+SEEDS = (121, 372, 422, 424, 514, 751, 906, 948, 1245, 1273, 1316, 1341, 5154, 5254)
 
 
 def test_random_programs() -> None:
