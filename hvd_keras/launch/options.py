@@ -120,8 +120,6 @@ usual options
 -H --hosts HOSTS: server1:4,server2:4: hosts and the number of ranks on each; without a number, one
     rank per usable core (default: this host)
 --oversubscribe: allow more ranks than usable cores or slots (default: off)
---bind: give each rank of a host cores of its own, unless there are fewer cores than ranks, or the
-    user or SLURM has bound the ranks (default: on)
 -m MODULE: run a Python module, as `python -m MODULE` does; all that follows are its arguments
     (default: none)
 --max-restarts N: maximum number of restarts after a failure; hvd.callbacks.Checkpoint lets training
@@ -173,6 +171,8 @@ restarts and the end
     until they are killed; a second Ctrl-C does not wait (default: %(default)s)
 
 programs
+--bind: give each rank of a host cores of its own, unless there are fewer cores than ranks, or the
+    user or SLURM has bound the ranks (default: on)
 --strict: turn hvd_keras's warnings into errors; sets HVD_STRICT=1 for the ranks (default: off: only
     ranks that train separate models get errors, and with HVD_STRICT=0 warnings)
 --no-init: allow ranks that end without having completed hvd.init(), as those of a command that does

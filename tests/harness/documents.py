@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras.runtime import agree, log
+from hvd_keras.runtime import agree, log, settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -166,6 +166,7 @@ def run_documents(folder: Path) -> None:
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     os.chdir(folder)
     dense().save("checkpoints/model.keras")
+    settings.warn_only()  # the examples of a function are not whole scripts
     for name, code in examples().items():
         keras.backend.clear_session()
         keras.utils.set_random_seed(1 + hvd.rank())
