@@ -83,6 +83,7 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
         specs.check_specs("broadcast", list(described), process_set)
         shared = model_ranks.without_local(variables.training_variables(self.model))
         own = variables.average_accumulated(self.model, process_set)  # of an earlier fit
+        own += [v for rounds in model_ranks.rounds_of(self.model) for v in rounds.variables()]
         shared = [v for v in shared if not any(v is other for other in own)]
         hvd.broadcast_variables(shared, self.root_rank, process_set)
         preprocessing.refresh(self.model)
@@ -105,7 +106,7 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
         self._average_once()
 
     def _average_once(self) -> None:
-        if self._epoch_runs:
+        if self._epoch_runs and not model_ranks.rounds_of(self.model):  # whose ends average
             self._epoch_runs = False
             statistics = variables.moving_statistics(self.model._flatten_layers())
             variables.average_variables(model_ranks.without_local(statistics), self.process_set)

@@ -243,8 +243,8 @@ class Checkpoint(Callback):  # type: ignore[misc]
                 continue  # it is in the ranks' files
             value = found.value(i, process_set)
             if described[-1]:
-                # On another number of ranks, only moving statistics, accumulated gradients and
-                # seeds (set below) get here.
+                # On another number of ranks, only moving statistics, accumulated gradients, seeds
+                # (set below) and what sync_every lets differ get here.
                 same = ranks == process_set.size()
                 value = value[process_set.rank()] if same else per_rank.mean(value)
             shards.assign(variable, value)
@@ -336,6 +336,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             layers = list(self.model._flatten_layers())
             divisible = [*variables.seed_states(layers), *variables.moving_statistics(layers)]
             divisible += variables.accumulators(self.model)
+            divisible += own if model_ranks.rounds_of(self.model) else []
             differences += [
                 f"{path} differs between the {found.metadata['ranks']} ranks of the checkpoint, "
                 f"but now there are {self._hvd_process_set.size()} ranks"

@@ -7,11 +7,12 @@ import tensorflow as tf
 
 from hvd_keras import ops
 from hvd_keras.compat import legacy_keras, tensorflow_v1
-from hvd_keras.gradients import agreement, model_ranks, origin, reducer, shards, zero
-from hvd_keras.ops.reduction import Compression, Compressor
-from hvd_keras.runtime import rank_info
-from hvd_keras.runtime.keras import is_legacy, keras, optimizer_classes
-from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
+from hvd_keras.gradients import agreement, model_ranks, origin, reducer, shards, specs, zero
+from hvd_keras.ops.reduction import Compression, Compressor, wire_dtype
+from hvd_keras.runtime import agree, rank_info
+from hvd_keras.runtime.keras import innermost, is_legacy, keras, optimizer_classes
+from hvd_keras.runtime.process_sets import ProcessSet, ThisRank, global_process_set, of_hosts
+from hvd_keras.training import rounds
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
@@ -30,6 +31,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
     shard_state: bool = False,
+    sync_every: int | None = None,
+    outer_optimizer: keras.optimizers.Optimizer | None = None,
+    inner_process_set: ProcessSet | str | None = None,
 ) -> keras.optimizers.Optimizer:
     """Make a Keras optimizer apply the gradients of all ranks.
 
@@ -73,6 +77,16 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         shard_state: each rank holds 1/N of the optimizer's slots: each variable has one rank that
             updates it and gives its values to all. The weights are those of a training without,
             bit for bit on CPUs. See docs/embeddings.md.
+        sync_every: for slow networks: each rank makes so many updates of its own, from common
+            weights, before anything is exchanged. Then the mean of the ranks' weights is common
+            (LocalSGD), and of moving statistics and averages; an epoch's end, too, is such a sync,
+            before validation and callbacks. In ``fit`` only. Choose the learning rate for the batch
+            of one rank. See docs/using/slow-networks.md.
+        outer_optimizer: with ``sync_every``, makes the common weights from the mean difference to
+            those before, as ``SGD(0.7, momentum=0.9, nesterov=True)`` (DiLoCo). Only
+            ``hvd.callbacks.Checkpoint`` saves its state.
+        inner_process_set: with ``sync_every``, ranks that average their gradients in each step:
+            "host", or the set that this rank is in. Each rank of ``process_set`` is in one.
 
     Returns:
         The same optimizer.
@@ -96,6 +110,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             f"{_other_keras(optimizer)}"
         )
     is_v1 = isinstance(optimizer, tf.compat.v1.train.Optimizer)
+    inner = process_set
+    if sync_every is not None or outer_optimizer is not None or inner_process_set is not None:
+        _check_rounds(optimizer, sync_every, outer_optimizer, op, compression, shard_state)
+        inner = _inner_set(inner_process_set, process_set)
     options = agreement.ExchangeOptions(
         op=op,
         compression=compression,
@@ -104,7 +122,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         device_sparse=device_sparse,
         gradient_predivide_factor=gradient_predivide_factor,
         scale_local_gradients=scale_local_gradients,
-        process_set=process_set,
+        process_set=inner,
     )
     # Compiled models with mixed_float16 have a LossScaleOptimizer; what updates is the one in it.
     # tf_keras has two such classes; this name stands for both.
@@ -133,7 +151,11 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         local_sum = 1 if average_aggregated_gradients else passes
         shares = shard_state and process_set.size() > 1
         kind = zero.ShardedReducer if shares else reducer.KerasReducer
-        kind(target, optimizer, name, options, chosen, local_sum)
+        name = name or specs.next_name(process_set)
+        own = kind(target, optimizer, name, options, chosen, local_sum)
+        if inner.size() < process_set.size():
+            wire = wire_dtype(compression).name  # type: ignore[union-attr]
+            own.rounds = rounds.Rounds(target, name, sync_every, outer_optimizer, process_set, wire)
     return optimizer
 
 
@@ -208,6 +230,55 @@ def _check_shares(
     if reason:
         raise ValueError(f"hvd.DistributedOptimizer: shard_state=True: {reason}.")
     zero.check_suitable(optimizer)
+
+
+def _check_rounds(
+    optimizer: Any, every: Any, outer: Any, op: Any, compression: Any, shard_state: bool
+) -> None:
+    """Raise ValueError or TypeError if an optimizer cannot train in rounds."""
+    own = type(innermost(optimizer)).__name__
+    reason = None
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        reason = f"got {every!r}, expected a positive number of updates"
+    elif is_legacy or isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        reason = f"it needs an optimizer of Keras 3, and this {own} is not"
+    elif own in rounds.UNSUITABLE:
+        reason = f"{own} computes weights from its slots, which would undo a sync. Use another one"
+    elif op is not ops.Average:
+        reason = f"got op={op}, but the ranks' weights are averaged. Use hvd.Average"
+    elif shard_state:
+        reason = "shard_state=True exchanges weights in each step. Leave one of both out"
+    elif wire_dtype(compression) is None:
+        reason = "compression must be hvd.Compression.none, .fp16 or .bf16"
+    elif outer is not None and not isinstance(outer, keras.optimizers.Optimizer):
+        reason = f"outer_optimizer is {outer!r}, expected a keras.optimizers.Optimizer"
+    elif outer is not None and (outer.built or is_distributed(outer) or outer is optimizer):
+        reason = "outer_optimizer is in use already. Make one for this optimizer alone"
+    if reason:
+        raise ValueError(f"hvd.DistributedOptimizer: sync_every: {reason}.")
+
+
+def _inner_set(inner: Any, process_set: ProcessSet) -> ProcessSet:
+    """Return the ranks that average their gradients in each step. All ranks call it."""
+    if inner is None:
+        return ThisRank()
+    if inner == "host" and process_set is global_process_set:
+        return of_hosts()
+    if not isinstance(inner, ProcessSet):
+        raise ValueError(
+            f'hvd.DistributedOptimizer: inner_process_set is {inner!r}, expected "host" (if all '
+            "ranks train the model) or an hvd.ProcessSet."
+        )
+    inner.check_included("DistributedOptimizer with inner_process_set")
+    sets = agree.gather_json("inner_process_set", inner.ranks, process_set)
+    of_rank = dict(zip(process_set.ranks, sets, strict=True))
+    if any(of_rank.get(member) != ranks for ranks in sets for member in ranks):
+        raise ValueError(
+            "hvd.DistributedOptimizer: each rank that trains the model must pass the "
+            "inner_process_set that it is in, of such ranks alone, but they pass "
+            f"{agree.by_rank(sets, process_set)}."
+        )
+    return inner
 
 
 def _accumulate(optimizer: keras.optimizers.Optimizer, passes: int) -> int:

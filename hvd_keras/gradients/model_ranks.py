@@ -23,6 +23,7 @@ class Reducer(Protocol):
     is_sharded: bool
     averages_rows: bool
     options: Any  # agreement.ExchangeOptions
+    rounds: Any  # training.rounds.Rounds, if the ranks average weights; else None
 
 
 def reducer_of(optimizer: Any) -> Reducer | None:
@@ -91,13 +92,25 @@ def process_set_of(model: Any) -> ProcessSet | None:
     Raises:
         ValueError: its optimizers have different process sets.
     """
-    sets = {reducer.process_set.id(): reducer.process_set for reducer in reducers_of(model)}
+    whole = [(reducer.rounds or reducer).process_set for reducer in reducers_of(model)]
+    sets = {process_set.id(): process_set for process_set in whole}
     if len(sets) > 1:
         raise ValueError(
             f"the optimizers of model {model.name!r} have different process sets: "
             f"{', '.join(map(str, sets.values()))}. Give them the same process set."
         )
     return next(iter(sets.values()), None) or together.get(model)
+
+
+def rounds_of(model: Any) -> list[Any]:
+    """Return the rounds of a model's optimizers; none if the ranks average gradients alone."""
+    return [reducer.rounds for reducer in reducers_of(model) if reducer.rounds is not None]
+
+
+def step_set_of(model: Any) -> ProcessSet | None:
+    """Return the ranks that average their gradients in each step, as ``process_set_of``."""
+    sets = [reducer.process_set for reducer in reducers_of(model) if reducer.rounds is not None]
+    return sets[0] if sets else process_set_of(model)
 
 
 #: Variables that belong to this rank alone, of all models.

@@ -48,6 +48,7 @@ class GradientReducer:
     """
 
     is_sharded = False  # each variable has one rank that updates it (zero.ShardedReducer)
+    rounds: Any = None  # with sync_every: of more ranks than average their gradients in each step
 
     def __init__(
         self, name: str | None, options: agreement.ExchangeOptions, groups: agreement.Groups
@@ -67,7 +68,7 @@ class GradientReducer:
     def register_local(self, variable: Any) -> None:
         """Make a variable belong to this rank: no exchange of its gradient, no broadcast."""
         self.local[shards.variable_id(variable)] = variable
-        if self.process_set.size() > 1:
+        if (self.rounds or self).process_set.size() > 1:
             model_ranks.local_variables.add(variable)
 
     def reduce(
@@ -363,6 +364,8 @@ class KerasReducer(GradientReducer):
             variables = self.optimizer._trainable_variables
         self._updates += 1
         variables = list(variables)
+        if self.rounds is not None:
+            self.rounds.check_step(grads)
         is_together = self.process_set.size() > 1 and not agree.is_building.get()
         # Eager code cannot tell a scale that changes, which a LossScaleOptimizer divides by, from
         # clipping.

@@ -55,15 +55,15 @@ def prepare(own: Fit, dataset: Any) -> None:
     if passes and (own.seekable is None or own.seekable.source.reads):
         own.position = positions.of(dataset, own.goes_on)
     model, process_set = own.model, own.process_set
-    keras_classes.synchronize_on(model._flatten_layers(), process_set)
+    averaging = model_ranks.step_set_of(model) or process_set
+    keras_classes.synchronize_on(model._flatten_layers(), averaging)
     # Before callbacks broadcast or restore, and before the ranks compare what they train.
     others = [o for o in model_ranks.optimizers_of(model) if o is not model.optimizer]
     is_built = variables.is_built(model) and all(getattr(o, "built", True) for o in others)
     if isinstance(dataset, tf.data.Dataset) and not is_built:
         own.problem = broadcasting.build(model, dataset.element_spec)
-    several = process_set.size() > 1
     if (
-        several
+        averaging.size() > 1
         and can_look_at(dataset)
         and not division.is_on
         and model_ranks.averages_rows_of(model)

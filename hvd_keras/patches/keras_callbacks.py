@@ -17,7 +17,7 @@ from hvd_keras.gradients import division, missing_calls, model_ranks
 from hvd_keras.runtime import agree, settings
 from hvd_keras.runtime.keras import keras, replaced, summary
 from hvd_keras.runtime.process_sets import ProcessSet
-from hvd_keras.training import variables
+from hvd_keras.training import rounds, variables
 from hvd_keras.training.fit_state import Fit
 from hvd_keras.training.values import Values, row_hashes
 
@@ -58,7 +58,8 @@ def edited(common: Fit, callbacks: Sequence[Any]) -> list[Any]:
     put_back._supports_tf_logs = True
     found.insert(places[-1] + 1, put_back)
     found.insert(places[0], agreeing)
-    return [*found, _AtTheEnd(common)]
+    sync = rounds.Sync(common) if model_ranks.rounds_of(common.model) else None
+    return [*([sync] if sync else []), *found, _AtTheEnd(common, sync)]
 
 
 @contextlib.contextmanager
@@ -105,6 +106,14 @@ def refuse(callbacks: Sequence[Any], model: Any, process_set: ProcessSet) -> Non
                 f"trains on {process_set.size()}: a rank that finds another state, or none, would "
                 f"differ from the rest. Use hvd.callbacks.Checkpoint({str(callback.backup_dir)!r})"
                 ", which writes on one rank and restores all."
+            )
+        is_within = isinstance(callback, _CHECKPOINT) and callback.save_freq != "epoch"
+        if is_within and model_ranks.rounds_of(model):
+            raise ValueError(
+                f"ModelCheckpoint: save_freq={callback.save_freq} would save weights of one rank, "
+                "because the optimizer has sync_every: the ranks have common weights at the end of "
+                'an epoch. Use save_freq="epoch", or hvd.callbacks.Checkpoint, which saves those '
+                "of all ranks."
             )
         swap = getattr(keras.callbacks, "SwapEMAWeights", ())  # which tf_keras does not have
         if isinstance(callback, swap) and model_ranks.is_sharded(model.optimizer):
@@ -162,8 +171,8 @@ class _Agree(_Internal):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Make a NaN of one rank one of all."""
-        if not self.common.ends_on_nan:
-            return
+        if not self.common.ends_on_nan or model_ranks.rounds_of(self.model):
+            return  # in rounds, a rank that stops lets the others stop
         logs = {} if logs is None else logs
         mine = np.array([float(logs.get("loss") or 0.0)])
         call: dict[str, Any] = {"process_set": self.common.process_set.id(), "reduction": "Average"}
@@ -214,7 +223,13 @@ class _Agree(_Internal):
 class _AtTheEnd(_Internal):
     """Runs after all others: compares values, and stops all ranks if one stops."""
 
+    def __init__(self, common: Fit, sync: rounds.Sync | None) -> None:
+        super().__init__(common)
+        self._sync = sync
+
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if self._sync is not None:
+            self._sync.begin_epoch()
         if self.common.values is not None:
             return
         common = variables.in_common(self.model)
@@ -228,7 +243,7 @@ class _AtTheEnd(_Internal):
         missing_calls.check_rows(gathered, self.common.process_set)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        if self.common.values is not None:
+        if self.common.values is not None and self._sync is None:
             missing_calls.check_values(self.common.values, "step")
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

@@ -60,7 +60,8 @@ def fit(
             process_set = own.process_set
             if process_set.rank() == 0:
                 runs = [*runs, progress.Payoff(process_set.size())]
-            _weigh(stack, backend, model, process_set, "train_step")
+            if (averaging := model_ranks.step_set_of(model) or process_set).size() > 1:
+                _weigh(stack, backend, model, averaging, "train_step")
             stack.enter_context(keras_callbacks.on_leader_alone(callbacks, process_set, own))
             if not division.is_on:  # in which the others write copies
                 stack.enter_context(own_files.noted(process_set))
@@ -246,6 +247,8 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
     described = {name: given[name] for name in names}
     batch_size = given["batch_size"] or 32  # Keras's default
     counts = own.backend.COUNTS_ROWS and not division.is_on and _can_weigh(model)
+    # In rounds, each rank counts alike, so their batches must have one size.
+    counts = counts and (model_ranks.step_set_of(model) or process_set).size() > 1
     described["batch_size"] = None if counts else batch_size
     description = specs.describe_model(model) | specs.flat(described, "fit")
     rows = None

@@ -2,6 +2,7 @@
 
 import ctypes
 import operator
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -128,6 +129,17 @@ class _AllRanks(ProcessSet):
         self.mpi_comm = self._ranks = self._world_ranks = None
 
 
+class ThisRank(ProcessSet):
+    """This rank alone. The core does not know it, because nothing travels in it."""
+
+    def __init__(self) -> None:
+        super().__init__([rank_info.rank()])
+        self.process_set_id = -1
+
+    def __reduce__(self) -> Any:
+        return ThisRank, ()
+
+
 global_process_set: ProcessSet = _AllRanks()
 
 _added: dict[int, ProcessSet] = {0: global_process_set}
@@ -200,6 +212,20 @@ def _add(process_set: ProcessSet) -> ProcessSet:
         new.process_set_id = number
         _added[number] = new
     return process_set
+
+
+def of_hosts() -> ProcessSet:
+    """Return the set of this host's ranks. Adds those of all hosts: every rank must call it."""
+    hosts = agree.gather_json("hosts of ranks", os.uname().nodename)
+    members = [[r for r, theirs in enumerate(hosts) if theirs == host] for host in sorted({*hosts})]
+    mine: ProcessSet = ThisRank()
+    for ranks in members:
+        known = next((other for other in added() if other.ranks == ranks), None)
+        if known is None and len(ranks) > 1:
+            known = add_process_set(ranks)
+        if known is not None and known.included():
+            mine = known
+    return mine
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:

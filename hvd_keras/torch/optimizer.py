@@ -98,6 +98,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 _DEFAULTS: dict[str, Any] = {
     **{"device_dense": "", "device_sparse": "", "sparse_as_dense": False, "num_groups": 0},
     **{"groups": None, "scale_local_gradients": True, "shard_state": False},
+    **{"sync_every": None, "outer_optimizer": None, "inner_process_set": None},
 }
 
 
@@ -218,7 +219,7 @@ class Reducer:
         call: dict[str, Any],
     ) -> None:
         self.name, self.process_set = name, process_set
-        self.averages_rows, self.is_sharded = True, False
+        self.averages_rows, self.is_sharded, self.rounds = True, False, None
         self.op = op
         self._optimizer, self._local_sum, self._call = optimizer, local_sum, call
         self._compared: set[tuple[int, ...]] = set()  # lists of variables

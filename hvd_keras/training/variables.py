@@ -31,6 +31,8 @@ def training_variables(model: Any) -> list[Any]:
         # Keras leaves out what an optimizer within a LossScaleOptimizer makes itself, such as a
         # variable of Nadam.
         found += [v for v in vars(innermost(optimizer)).values() if isinstance(v, Variable)]
+    for rounds in model_ranks.rounds_of(model):
+        found += rounds.variables()
     return list({shards.variable_id(v): v for v in found}.values())
 
 
@@ -122,26 +124,35 @@ def seed_states(layers: Iterable[keras.layers.Layer]) -> list[Any]:
     return list(found.values())
 
 
+def of_each_rank(model: Any) -> list[Any]:
+    """Return what differs by rank on purpose: states of generators, metrics and layers."""
+    layers = list(model._flatten_layers())
+    own = seed_states(layers)
+    own += [v for metric in getattr(model, "metrics", ()) for v in metric.variables]
+    for layer in layers:
+        if getattr(layer, "stateful", False):  # the states of a recurrent layer
+            own += layer.non_trainable_variables
+    return own
+
+
 def in_common(model: Any) -> list[Any]:
     """Return the variables whose values are equal on all ranks in training, in the same order.
 
     They are the weights of the model, and the scalars of its optimizers: learning rates and
     counters.
     """
-    layers = list(model._flatten_layers())
-    # What differs by rank on purpose: random states, statistics of the rank's own batches.
-    own = [*seed_states(layers), *moving_statistics(layers)]
-    own += [v for metric in getattr(model, "metrics", ()) for v in metric.variables]
-    for layer in layers:
-        if getattr(layer, "stateful", False):  # the states of a recurrent layer
-            own += layer.non_trainable_variables
+    own = [*of_each_rank(model), *moving_statistics(model._flatten_layers())]
+    rounds = model_ranks.rounds_of(model)
     found = []
     for optimizer in model_ranks.optimizers_of(model):
         own += getattr(innermost(optimizer), "_accumulated_gradients", ())  # until an update
         rate = getattr(optimizer, "learning_rate", None)
         candidates = [*optimizer.variables, *([rate] if hasattr(rate, "assign") else [])]
+        if rounds:  # in which a rank may skip an update
+            candidates = candidates[len(optimizer.variables) :]
         found += [v for v in candidates if not tuple(v.shape)]
-    found += model.variables  # after the rates: a rate that differs is named, not what it moved
+    # After the rates: a rate that differs is named, not what it moved.
+    found += [v for one in rounds for v in one.variables()] if rounds else model.variables
     left_out = {shards.variable_id(v) for v in own}
     unique = {shards.variable_id(v): v for v in model_ranks.without_local(found)}
     return [v for number, v in unique.items() if number not in left_out]
