@@ -155,7 +155,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         own = kind(target, optimizer, name, options, chosen, local_sum)
         if inner.size() < process_set.size():
             wire = wire_dtype(compression).name  # type: ignore[union-attr]
-            own.rounds = rounds.Rounds(target, name, sync_every, outer_optimizer, process_set, wire)
+            own.rounds = rounds.Rounds(
+                target, name, sync_every, outer_optimizer, process_set, inner_process_set, wire
+            )
     return optimizer
 
 
@@ -242,8 +244,6 @@ def _check_rounds(
         reason = f"got {every!r}, expected a positive number of updates"
     elif is_legacy or isinstance(optimizer, tf.compat.v1.train.Optimizer):
         reason = f"it needs an optimizer of Keras 3, and this {own} is not"
-    elif own in rounds.UNSUITABLE:
-        reason = f"{own} computes weights from its slots, which would undo a sync. Use another one"
     elif op is not ops.Average:
         reason = f"got op={op}, but the ranks' weights are averaged. Use hvd.Average"
     elif shard_state:
@@ -256,10 +256,12 @@ def _check_rounds(
         reason = "outer_optimizer is in use already. Make one for this optimizer alone"
     if reason:
         raise ValueError(f"hvd.DistributedOptimizer: sync_every: {reason}.")
+    rounds.check_suitable(innermost(optimizer))
 
 
 def _inner_set(inner: Any, process_set: ProcessSet) -> ProcessSet:
     """Return the ranks that average their gradients in each step. All ranks call it."""
+    process_set.check_included("DistributedOptimizer")
     if inner is None:
         return ThisRank()
     if inner == "host" and process_set is global_process_set:

@@ -248,7 +248,7 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
     batch_size = given["batch_size"] or 32  # Keras's default
     counts = own.backend.COUNTS_ROWS and not division.is_on and _can_weigh(model)
     # In rounds, each rank counts alike, so their batches must have one size.
-    counts = counts and (model_ranks.step_set_of(model) or process_set).size() > 1
+    counts = counts and not any(rounds.alone for rounds in model_ranks.rounds_of(model))
     described["batch_size"] = None if counts else batch_size
     description = specs.describe_model(model) | specs.flat(described, "fit")
     rows = None

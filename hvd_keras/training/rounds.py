@@ -14,7 +14,7 @@ import numpy as np
 
 from hvd_keras.gradients import missing_calls, model_ranks, shards, specs
 from hvd_keras.runtime import agree
-from hvd_keras.runtime.keras import keras
+from hvd_keras.runtime.keras import innermost, keras
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.training import fit_state, variables
 
@@ -22,7 +22,17 @@ if TYPE_CHECKING:
     from hvd_keras.training.fit_state import Fit
 
 # Their next update computes the weights from slots, so it would undo that of an outer optimizer.
-UNSUITABLE = "Ftrl", "ScheduleFreeAdamW"
+_UNSUITABLE = {"Ftrl", "ScheduleFreeAdamW"}
+
+
+def check_suitable(optimizer: Any) -> None:
+    """Raise ValueError if the ranks cannot average the weights that an optimizer updates."""
+    for one in (optimizer, *getattr(optimizer, "optimizers", ())):  # MultiOptimizer has several
+        if unsuitable := _UNSUITABLE & {cls.__name__ for cls in type(one).__mro__}:
+            raise ValueError(
+                f"hvd.DistributedOptimizer: sync_every: {unsuitable.pop()} computes weights from "
+                "its slots, which would undo a sync. Use another optimizer."
+            )
 
 
 class Rounds:
@@ -34,6 +44,7 @@ class Rounds:
         every: the updates of a round.
         outer: the optimizer of the common weights, not built yet; None: their mean.
         process_set: the ranks that train the model.
+        inner: which of them average gradients in each step; None: no others.
         wire: the widest floating-point dtype that is sent.
     """
 
@@ -44,6 +55,7 @@ class Rounds:
         every: int,
         outer: Any,
         process_set: ProcessSet,
+        inner: Any,
         wire: str,
     ) -> None:
         self.optimizer, self.name, self.process_set = optimizer, name, process_set
@@ -53,6 +65,7 @@ class Rounds:
         missing_calls.mark_alone(self.outer)  # all ranks have its gradients
         self.weights: list[Any] = []
         self.common: list[Any] = []  # what they were when the round began
+        self.alone = inner is None  # each rank trains alone within a round
         self._wire = wire
 
     def check_step(self, gradients: Sequence[Any]) -> None:
@@ -90,6 +103,7 @@ class Rounds:
                 f"sync_every: this {type(optimizer).__name__} has no variables before the first "
                 "step of fit. Call its build(model.trainable_variables) before."
             )
+        check_suitable(optimizer)
         for variable in optimizer._trainable_variables:
             if shards.of(variable) is not None:
                 raise ValueError(
@@ -166,9 +180,8 @@ class Sync(keras.callbacks.Callback):  # type: ignore[misc]
     def check(self) -> None:
         """Raise ValueError, on every rank, if the model cannot be trained in rounds."""
         model, at_once = self._fit.model, int(self._fit.model.steps_per_execution or 1)
-        alone = {r.process_set.size() for r in model_ranks.reducers_of(model)} == {1}
         for layer in model._flatten_layers():
-            if alone and getattr(layer, "synchronized", False):
+            if self._rounds[0].alone and getattr(layer, "synchronized", False):
                 raise ValueError(
                     f"sync_every: the layer {layer.name!r} has synchronized=True, for which the "
                     "ranks exchange moments in each step. Leave one of both out."
@@ -250,8 +263,8 @@ class Sync(keras.callbacks.Callback):  # type: ignore[misc]
     def _others(self) -> Iterator[Any]:
         """Yield what is averaged besides weights: moving statistics, moving averages of weights."""
         found = list(self.model.variables)
-        for rounds in self._rounds:
-            found += getattr(rounds.optimizer, "_model_variables_moving_average", ())
+        for optimizer in map(innermost, model_ranks.optimizers_of(self.model)):
+            found += getattr(optimizer, "_model_variables_moving_average", ())
         weights = {id(weight) for rounds in self._rounds for weight in rounds.weights}
         weights |= {id(variable) for variable in variables.of_each_rank(self.model)}
         for variable in model_ranks.without_local(found):

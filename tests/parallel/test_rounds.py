@@ -1,0 +1,421 @@
+"""sync_every: each rank trains alone between syncs, after which all have the same weights."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_keras as hvd
+from hvd_keras.runtime import agree
+from tests.harness import training
+from tests.parallel.test_training import EVERY, OPTIONS, RATES, SPECIAL
+
+RANK, SIZE = hvd.rank(), hvd.size()
+EPOCHS, STEPS, BATCH = 2, 7, 4
+UNSUITABLE = {"Ftrl", "ScheduleFreeAdamW"}
+optimizers, layers = keras.optimizers, keras.layers
+two = pytest.mark.skipif(SIZE > 2, reason="more ranks change nothing")
+
+
+def nesterov() -> optimizers.Optimizer:
+    return optimizers.SGD(0.7, momentum=0.9, nesterov=True)
+
+
+def build(make: Callable[[], Any], more: tuple[Any, ...] = (), **compiled: Any) -> keras.Model:
+    """Weights differ by rank before the broadcast."""
+    hidden = [layers.Dense(6, activation="tanh"), layers.BatchNormalization(), *more]
+    model = keras.Sequential([keras.Input((5,)), *hidden, layers.Dense(1)])
+    training.set_weights(model, seed=RANK)
+    model.compile(make(), loss="mse", **compiled)
+    return model
+
+
+def rows(rank: int = RANK, steps: int = STEPS) -> tuple[np.ndarray, np.ndarray]:
+    """Those of each rank are of another function."""
+    random = np.random.default_rng(rank)
+    x = random.normal(size=(steps * BATCH, 5)).astype("float32")
+    return x, (x.sum(1, keepdims=True) + rank).astype("float32")
+
+
+def fit(model: keras.Model, *more: Any, epochs: int = EPOCHS, **how: Any) -> dict[str, Any]:
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), *more]
+    how = {"batch_size": BATCH, "shuffle": False, "verbose": 0, "callbacks": callbacks, **how}
+    return model.fit(*rows(), epochs=epochs, **how).history
+
+
+def state(model: keras.Model) -> list[Any]:
+    """What a sync averages besides the trainable weights."""
+    own = model.optimizer
+    own = getattr(own, "inner_optimizer", own)
+    averages = getattr(own, "_model_variables_moving_average", [])
+    return [*model.non_trainable_variables, *averages]
+
+
+def by_hand(model: keras.Model, every: int, outer: Any, everyone: Any = hvd.global_process_set):
+    """The same training as a loop. The ranks' steps are local, or those of inner sets."""
+    hvd.broadcast_variables(model.variables, everyone.ranks[0], everyone)
+    outer = outer() if outer else optimizers.SGD(1.0)
+    common = [keras.Variable(v) for v in model.trainable_variables]
+    with hvd.local_fit():
+        outer.build(common)
+        for _ in range(EPOCHS):
+            for step in range(STEPS):
+                part = slice(step * BATCH, (step + 1) * BATCH)
+                model.train_on_batch(*(array[part] for array in rows()))
+                if (step + 1) % every and step + 1 < STEPS:
+                    continue
+                moved = [c - v for c, v in zip(common, model.trainable_variables, strict=True)]
+                outer.apply([hvd.allreduce(m, process_set=everyone) for m in moved])
+                for mine, theirs in zip(model.trainable_variables, common, strict=True):
+                    mine.assign(theirs)
+                for v in state(model):
+                    if v.dtype.startswith("float"):
+                        v.assign(hvd.allreduce(v.value, process_set=everyone))
+        model.optimizer.finalize_variable_values(model.trainable_variables)
+    return training.flat(model)
+
+
+def assert_as_by_hand(make: Callable[[], Any], every: int, outer: Any, **how: Any) -> keras.Model:
+    compiled = how.pop("compiled", {"run_eagerly": True})
+    options = {"sync_every": every, "outer_optimizer": outer and outer(), **how}
+    together = build(lambda: hvd.DistributedOptimizer(make(), **options), **compiled)
+    start = training.flat(together)
+    fit(together)
+    training.assert_bit_identical_on_all_ranks(together)
+    passes = make().gradient_accumulation_steps or 1
+    alone = by_hand(build(make, run_eagerly=True), every * passes, outer)
+    assert np.abs(alone - start).max() > 0.01, "training did nothing"
+    np.testing.assert_allclose(training.flat(together), alone, rtol=2e-4, atol=2e-5)
+    return together
+
+
+def made(name: str, **options: Any) -> Callable[[], Any]:
+    return lambda: getattr(optimizers, name)(RATES.get(name, 0.01), **options)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("outer", [None, lambda: optimizers.SGD(1.0)])
+def test_rounds_of_one_update_are_the_average_of_gradients(outer) -> None:
+    def trained(**options: Any) -> np.ndarray:
+        model = training.dense_model()
+        training.set_weights(model, seed=RANK)
+        model.compile(hvd.DistributedOptimizer(optimizers.SGD(0.1), **options), loss="mse")
+        fit(model)
+        training.assert_bit_identical_on_all_ranks(model)
+        return training.flat(model)
+
+    rounds = trained(sync_every=1, outer_optimizer=outer and outer())
+    np.testing.assert_allclose(rounds, trained(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("optimizer", [name for name in EVERY if name not in UNSUITABLE])
+def test_every_optimizer(optimizer: str) -> None:
+    assert_as_by_hand(made(optimizer), 3, nesterov)
+
+
+@pytest.mark.cases(4)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option(option: str) -> None:
+    assert_as_by_hand(made("Adam", **OPTIONS[option]), 2, None)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("outer", [None, nesterov])
+def test_graphs_xla_and_several_steps_at_once(outer) -> None:
+    for compiled in ({"jit_compile": True}, {"jit_compile": False, "steps_per_execution": 2}):
+        assert_as_by_hand(made("Adam"), 4, outer, compiled=compiled)
+
+
+@two
+def test_half_precision_and_a_rank_that_skips_updates() -> None:
+    """The ranks' counters and loss scales differ, and their weights are common all the same."""
+
+    def make() -> Any:
+        scaled = optimizers.LossScaleOptimizer(optimizers.Adam(0.01), initial_scale=2.0**10)
+        return hvd.DistributedOptimizer(scaled, sync_every=3, outer_optimizer=nesterov())
+
+    with_half = keras.mixed_precision.DTypePolicy("mixed_float16")
+    model = build(make, (layers.Dense(4, dtype=with_half),))
+    before = training.flat(model)
+    x, y = rows()
+    model.fit(
+        x,
+        y * 10.0 ** (4 * RANK),
+        batch_size=BATCH,
+        epochs=EPOCHS,
+        verbose=0,
+        callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)],
+    )
+    training.assert_bit_identical_on_all_ranks(model)
+    assert np.isfinite(training.flat(model)).all()
+    assert (training.flat(model) != before).any()
+    made = hvd.allgather_object(int(model.optimizer.inner_optimizer.iterations))
+    assert made[0] > made[1], "both skipped the same updates"
+
+
+@pytest.mark.ranks(2, 3)
+def test_weights_are_common_after_each_sync_and_nothing_travels_in_between() -> None:
+    def count() -> int:
+        return sum(kind["bytes"] for kind in hvd.stats()["collectives"].values())
+
+    class Record(keras.callbacks.Callback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.equal: list[int] = []
+            self.sent: list[int] = []
+
+        def on_train_batch_begin(self, batch, logs=None) -> None:
+            self.before = count()
+
+        def on_train_batch_end(self, batch, logs=None) -> None:
+            self.sent.append(count() - self.before)
+            theirs = hvd.allgather_object(training.flat(self.model).tobytes())
+            if len({*theirs}) == 1:
+                self.equal.append(batch)
+
+    record = Record()
+    model = build(lambda: hvd.DistributedOptimizer(optimizers.SGD(0.05), sync_every=3))
+    fit(model, record, epochs=1)
+    assert record.equal == [2, 5, 6]
+    steps = np.array(record.sent)
+    weights = sum(w.size * 4 for w in model.get_weights())
+    assert [bool(sent) for sent in steps] == [False, False, True, False, False, True, True]
+    assert all(weights <= sent < weights + 4000 for sent in steps[[2, 5, 6]]), steps
+
+
+@two
+def test_differences_are_rounded_by_compression() -> None:
+    def trained(**how: Any) -> np.ndarray:
+        model = build(lambda: hvd.DistributedOptimizer(made("SGD")(), sync_every=3, **how))
+        fit(model)
+        training.assert_bit_identical_on_all_ranks(model)
+        return training.flat(model)
+
+    error = np.abs(trained(compression=hvd.Compression.bf16) - trained())
+    assert 1e-6 < error.max() < 0.02
+
+
+def interrupted(after: int) -> keras.callbacks.Callback:
+    def count(batch: int, logs: Any) -> None:
+        seen.append(batch)
+        if len(seen) > after:
+            raise KeyboardInterrupt
+
+    seen: list[int] = []
+    return keras.callbacks.LambdaCallback(on_train_batch_end=count)
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize(
+    ("after", "save_freq", "passes"), [(4, 2, 1), (9, 4, 1), (8, "epoch", 1), (12, 1, 2)]
+)
+def test_a_restart_within_a_round_goes_on_bit_for_bit(directory, after, save_freq, passes) -> None:
+    def make() -> Any:
+        accumulates = passes if passes > 1 else None
+        inner = optimizers.Adam(0.01, use_ema=True, gradient_accumulation_steps=accumulates)
+        return hvd.DistributedOptimizer(inner, sync_every=3, outer_optimizer=nesterov())
+
+    def model() -> keras.Model:
+        return build(make, (layers.Dropout(0.3, seed=RANK),), run_eagerly=True)
+
+    def saved() -> Any:
+        return hvd.callbacks.Checkpoint(directory / "saved", save_freq=save_freq)
+
+    undisturbed = model()
+    fit(undisturbed, epochs=3)
+    with pytest.raises(KeyboardInterrupt):
+        fit(model(), saved(), interrupted(after), epochs=3)
+    again = model()
+    fit(again, saved(), epochs=3)
+    training.assert_bit_identical_on_all_ranks(again)
+    mine = [*again.variables, *again.optimizer.variables]
+    for one, other in zip(
+        mine, [*undisturbed.variables, *undisturbed.optimizer.variables], strict=True
+    ):
+        np.testing.assert_array_equal(one, other, err_msg=one.path)
+
+
+@pytest.mark.ranks(3)
+def test_fewer_ranks_go_on(directory) -> None:
+    pair = hvd.add_process_set([0, 1])
+
+    def trained(ranks: Any, **how: Any) -> keras.Model:
+        options = {"sync_every": 3, "outer_optimizer": nesterov(), "process_set": ranks}
+        model = build(lambda: hvd.DistributedOptimizer(optimizers.Adam(0.01), **options))
+        saved = hvd.callbacks.Checkpoint(directory / "saved", save_freq=2, process_set=ranks)
+        fit(model, saved, *how.pop("more", ()), **how)
+        return model
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            trained(hvd.global_process_set, more=[interrupted(9)], epochs=3)
+        if pair.included():
+            values = training.flat(trained(pair, epochs=3)).tobytes()
+            assert len({*hvd.allgather_object(values, process_set=pair)}) == 1
+    finally:
+        hvd.remove_process_set(pair)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("outer", [None, nesterov])
+def test_gradients_are_averaged_within_sets_in_each_step(outer) -> None:
+    pair, single = hvd.add_process_set([0, 1]), hvd.add_process_set([2])
+    mine = pair if pair.included() else single
+    try:
+        options = {"sync_every": 3, "outer_optimizer": outer and outer(), "inner_process_set": mine}
+        together = build(lambda: hvd.DistributedOptimizer(optimizers.Adam(0.01), **options))
+        fit(together)
+        training.assert_bit_identical_on_all_ranks(together)
+        of_sets = build(lambda: hvd.DistributedOptimizer(optimizers.Adam(0.01), process_set=mine))
+        expected = by_hand(of_sets, 3, outer)
+        np.testing.assert_allclose(training.flat(together), expected, rtol=2e-4, atol=2e-5)
+        with pytest.raises(ValueError, match="each rank that trains the model must pass"):
+            hvd.DistributedOptimizer(
+                optimizers.SGD(0.1),
+                sync_every=2,
+                inner_process_set=mine if RANK else hvd.global_process_set,
+            )
+    finally:
+        hvd.remove_process_set(pair)
+        hvd.remove_process_set(single)
+
+
+@pytest.mark.ranks(3)
+def test_some_of_the_ranks_train_a_model() -> None:
+    ends = hvd.add_process_set([0, 2])
+    try:
+        if ends.included():
+            options = {"sync_every": 3, "outer_optimizer": nesterov(), "process_set": ends}
+            model = build(lambda: hvd.DistributedOptimizer(optimizers.Adam(0.01), **options))
+            fit(model)
+            expected = by_hand(build(made("Adam"), run_eagerly=True), 3, nesterov, ends)
+            np.testing.assert_allclose(training.flat(model), expected, rtol=2e-4, atol=2e-5)
+    finally:
+        hvd.remove_process_set(ends)
+
+
+def test_validation_metrics_and_saved_models_are_those_of_the_common_weights(directory) -> None:
+    average = hvd.callbacks.MetricAverageCallback()
+    saved = keras.callbacks.ModelCheckpoint(directory / "{epoch}.keras", monitor="val_loss")
+    model = build(lambda: hvd.DistributedOptimizer(optimizers.SGD(0.05), sync_every=4))
+    stop = keras.callbacks.EarlyStopping("val_loss", patience=5)
+    logs = fit(model, average, saved, stop, validation_data=rows(RANK + 10))
+    agree.gather_json("saved", None)
+    assert len({*hvd.allgather_object(str(logs))}) == 1
+    loaded = keras.models.load_model(directory / f"{EPOCHS}.keras")
+    np.testing.assert_array_equal(training.flat(loaded), training.flat(model))
+    of_ranks = [loaded.evaluate(*rows(rank + 10), verbose=0) for rank in range(SIZE)]
+    np.testing.assert_allclose(logs["val_loss"][-1], np.mean(of_ranks), rtol=1e-5)
+
+
+def test_a_layer_of_one_rank_keeps_its_weights() -> None:
+    model = build(lambda: None)
+    optimizer = hvd.PartialDistributedOptimizer(
+        optimizers.SGD(0.05), sync_every=3, local_layers=model.layers[-1]
+    )
+    model.compile(optimizer, loss="mse")
+    fit(model)
+    values = [[w.tobytes() for w in layer.get_weights()] for layer in model.layers]
+    of_all = hvd.allgather_object(values)
+    assert [mine == other for mine, other in zip(*of_all[:2], strict=True)] == [True, True, False]
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_rank_that_stops_lets_the_others_stop() -> None:
+    class Stop(keras.callbacks.Callback):
+        seen = 0
+
+        def on_train_batch_end(self, batch, logs=None) -> None:
+            self.seen += 1
+            if RANK == 1 and self.seen == 2:
+                self.model.stop_training = True
+
+    stop = Stop()
+    model = build(lambda: hvd.DistributedOptimizer(optimizers.SGD(0.05), sync_every=3))
+    fit(model, stop, keras.callbacks.TerminateOnNaN(), epochs=3)
+    assert stop.seen == (2 if RANK == 1 else 3)
+    training.assert_bit_identical_on_all_ranks(model)
+
+
+@pytest.mark.ranks(2, 3)
+def test_ranks_with_different_numbers_of_batches_get_an_error() -> None:
+    def batches():
+        x, y = rows()
+        for step in range(STEPS - RANK):
+            yield x[step * BATCH : (step + 1) * BATCH], y[step * BATCH : (step + 1) * BATCH]
+
+    spec = tf.TensorSpec((BATCH, 5)), tf.TensorSpec((BATCH, 1))
+    data = tf.data.Dataset.from_generator(batches, output_signature=spec)
+    model = build(lambda: hvd.DistributedOptimizer(optimizers.SGD(0.05), sync_every=3))
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    with pytest.raises(ValueError, match=r"different numbers of batches of an epoch: rank 0: \d; "):
+        model.fit(data, epochs=2, verbose=0, callbacks=callbacks)
+
+
+def refused(match: str, make: Callable[[], Any], error: Any = ValueError) -> None:
+    with pytest.raises(error, match=match):
+        make()
+
+
+@two
+def test_arguments_that_exclude_each_other() -> None:
+    def distribute(optimizer: Any = None, **options: Any) -> Any:
+        optimizer = optimizer or optimizers.SGD(0.1)
+        return hvd.DistributedOptimizer(optimizer, **{"sync_every": 3, **options})
+
+    refused("got None, expected", lambda: distribute(sync_every=None, outer_optimizer=nesterov()))
+    refused("got 0, expected", lambda: distribute(sync_every=0))
+    for name in UNSUITABLE & {*EVERY}:
+        refused(f"sync_every: {name} computes", lambda name=name: distribute(made(name)()))
+    refused("Use hvd.Average", lambda: distribute(op=hvd.Sum))
+    refused("shard_state=True", lambda: distribute(shard_state=True))
+    refused("outer_optimizer is 'sgd'", lambda: distribute(outer_optimizer="sgd"))
+    used = nesterov()
+    used.build([keras.Variable(1.0)])
+    refused("outer_optimizer is in use", lambda: distribute(outer_optimizer=used))
+    refused("inner_process_set is 'rack'", lambda: distribute(inner_process_set="rack"))
+    everywhere = distribute(inner_process_set="host")  # there is one
+    everywhere.apply([tf.ones(2)], [keras.Variable([0.0, 0.0])])
+    loop = distribute()
+    refused("needs the fit of a model", lambda: loop.apply([tf.ones(2)]), RuntimeError)
+
+
+@two
+def test_models_and_callbacks_that_exclude_it() -> None:
+    def trained(*callbacks: Any, more: tuple[Any, ...] = (), every: int = 3, **compiled: Any):
+        make = lambda: hvd.DistributedOptimizer(optimizers.SGD(0.05), sync_every=every)  # noqa: E731
+        fit(build(make, more, **compiled), *callbacks)
+
+    synchronized = layers.BatchNormalization(synchronized=True)
+    refused("has synchronized=True", lambda: trained(more=(synchronized,)))
+    refused("multiple of steps_per_execution=2", lambda: trained(steps_per_execution=2))
+    within = keras.callbacks.ModelCheckpoint("x.keras", save_freq=3)
+    refused("sync_every: the ranks have common", lambda: trained(within))
+    refused("batches of a round", lambda: trained(every=3 + RANK))
+    table = [layers.Flatten(), hvd.layers.Embedding(8, 2, shard="rows"), layers.Flatten()]
+    cast = layers.Lambda(lambda x: tf.cast(x > 0, "int32"))
+    refused("is divided between the ranks", lambda: trained(more=(cast, *table)))
+
+    class Taped(keras.Model):
+        def train_step(self, data: Any) -> Any:
+            x, y = data
+            with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables))
+            return {"loss": loss}
+
+    x = keras.Input((5,))
+    model = Taped(x, layers.Dense(1)(x))
+    model.compile(hvd.DistributedOptimizer(optimizers.SGD(0.1), sync_every=2), loss="mse")
+    refused("hvd.DistributedGradientTape in each", lambda: fit(model))
+
+
+@two
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("optimizer", ["multi", "schedule", "a user's own", "loss_scale"])
+def test_other_optimizers(optimizer: str) -> None:
+    assert_as_by_hand(SPECIAL[optimizer], 3, nesterov)
