@@ -153,7 +153,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         kind = zero.ShardedReducer if shares else reducer.KerasReducer
         name = name or specs.next_name(process_set)
         own = kind(target, optimizer, name, options, chosen, local_sum)
-        if inner.size() < process_set.size():
+        if sync_every is not None and inner.size() < process_set.size():
             wire = wire_dtype(compression).name  # type: ignore[union-attr]
             own.rounds = rounds.Rounds(
                 target, name, sync_every, outer_optimizer, process_set, inner_process_set, wire

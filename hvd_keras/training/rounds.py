@@ -130,8 +130,8 @@ class Rounds:
         """Describe what must be equal on all ranks."""
         found = specs.describe_optimizer(self.outer)
         found = {f"outer {key}": value for key, value in found.items()}
-        rate = getattr(self.outer, "learning_rate", None)
-        return {"batches of a round": str(self.batches), "outer rate": str(float(rate)), **found}
+        rate = float(self.outer.learning_rate)
+        return {"batches of a round": str(self.batches), "outer rate": str(rate), **found}
 
     def begin(self) -> None:
         """Take the weights, which are equal on all ranks now, for common ones."""
