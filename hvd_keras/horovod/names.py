@@ -80,7 +80,7 @@ compression.NoneCompressor compression.FP16Compressor  renamed @-
 SyncBatchNormalization
 DistributedOptimizer  @training:optimizer_of_tensorflow
     no `use_locking`; modifies and returns its argument; `op=Sum` sums; raises on ranks outside
-    of `process_set` | =, with `use_locking`, on all ranks
+    of `process_set` | =, with `use_locking`
 ….register_local_var  @-
 DistributedGradientTape  @training
     no `use_generic_names`; raises on ranks outside of `process_set` | names are always generic
@@ -103,17 +103,14 @@ broadcast_global_variables  changed @training
 DistributedOptimizer  @training
 # callbacks
 callbacks.BroadcastGlobalVariablesCallback  @training
-    no `device`; runs before the first step of each `fit`, with the optimizer's state | =, with
-    `device`
+    no `device`; with the optimizer's state | =, with `device`
 callbacks.MetricAverageCallback  @training
     no `device`; exact, also for AUC | =, with `device`
 callbacks.LearningRateWarmupCallback  @/callbacks
-    momentum correction scales the buffers
 callbacks.LearningRateScheduleCallback  @training
-    likewise; a number as `multiplier` holds | =, but decays: `multiplier ** (epoch - start_epoch)`
+    a number as `multiplier` holds | decays: `multiplier ** (epoch - start_epoch)`
 callbacks.BestModelCheckpoint  renamed @training
-    `callbacks.ModelCheckpoint(path, monitor=…, save_best_only=True)` | set its `filepath`, as
-    Spark estimators do, before `fit`
+    `callbacks.ModelCheckpoint(path, monitor=…, save_best_only=True)` | set its `filepath`
 # elastic
 elastic.run elastic.TensorFlowState elastic.TensorFlowKerasState elastic.KerasState \
 elastic.ObjectState  renamed @elastic
@@ -140,9 +137,7 @@ horovod.spark.run  renamed @launching:spark_run
 horovod.ray.RayExecutor  renamed @launching
     `hvd.ray.run`, or `hvd.ray.TrainConfig` for Ray Train | [limits](platforms/ray.md#limits)
 horovod.spark.keras.*  gone @-
-    `hvd.spark.shard` writes the rows, `hvd.spark.run` trains
 horovod.tensorflow.data.*  gone @-
-    `hvd.data.shard`
 """
 
 

@@ -139,10 +139,9 @@ def test_the_path_of_a_gradient_is_short_and_documented() -> None:
 
 
 def test_the_pages_have_at_most_15000_words() -> None:
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
-    texts = [path.read_text() for path in [*pages, *(ROOT / "docs").rglob("*.md")]]
-    prose = re.sub(r"^```.*?^```", "", "\n".join(texts), flags=re.MULTILINE | re.DOTALL)
-    assert sum(bool(re.search(r"\w", word)) for word in prose.split()) <= 15_000
+    """As ``cat docs/**/*.md README.md | wc -w`` counts them."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    assert sum(len(path.read_text().split()) for path in pages) <= 15_000
 
 
 def test_what_runs_pytest_installs_it() -> None:
