@@ -1,9 +1,14 @@
-"""What the first rank tells the others: which function runs next, and that a step has failed."""
+"""What the ranks tell each other between steps: turns, which all of them enter in the same way.
+
+In a turn the first rank says what comes next, and each other one whether it has failed since the
+turn before. If one has, nothing comes next, and the first rank takes another turn.
+"""
 
 import contextlib
 import dataclasses
+import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,16 +18,28 @@ from tensorflow.python.eager import cancellation
 from hvd_keras.ops.validate import raw
 from hvd_keras.runtime import agree, rank_info
 
-#: Commands; a number of 0 or more runs the function that was sent as the one of that number.
-STOP, NEW, CANCEL = -1, -2, -3
+#: What comes next, besides a function by its number: the end, a new function, or another turn.
+STOP, NEW, AGAIN = -1, -2, -3
 
 _FAILED = "this step has failed on rank"
 
+Failure = dict[str, Any]
 
-def command(number: int = STOP) -> int:
-    """Tell, or on the other ranks get, what comes next."""
-    (got,) = agree.run("broadcast", [np.array([number])], name="auto.command", root=0)
-    return int(got[0])
+
+def turn(number: int = 0, failure: Failure | None = None) -> tuple[int, list[Failure]]:
+    """Take a turn: the first rank gives a number, the others what has failed; all get both."""
+    mine = np.array([number, failure is not None])
+    (got,) = agree.run("allreduce", [mine], name="auto.turn")
+    failures = agree.gather_json("auto.failures", failure) if got[1] else []
+    return int(got[0]), [one for one in failures if one is not None]
+
+
+def command(number: int) -> list[Failure]:
+    """On the first rank: let something come next; returns what has failed before."""
+    found: list[Failure] = []
+    while failures := turn(number)[1]:
+        found += failures
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,25 +91,46 @@ def _refusal(collective: Collective) -> Any:
         return tf.compat.v1.wrap_function(submit, [])
 
 
+def failure_of(error: BaseException) -> Failure:
+    """Describe what has failed on this rank, for the others."""
+    code = getattr(error, "error_code", tf.errors.INTERNAL)
+    text = str(error) if isinstance(error, tf.errors.OpError) else f"{type(error).__name__}: {error}"
+    return {"rank": rank_info.rank(), "code": code, "text": text, "is_own": not _follows(error)}
+
+
+def _follows(error: BaseException) -> bool:
+    """Whether what has failed on another rank is why."""
+    return _FAILED in str(error) or "another op of the same step has" in str(error)
+
+
 def cancel(collectives: Sequence[Collective], error: BaseException) -> BaseException:
     """Let all ranks leave a step that failed on the first one; returns the error to raise."""
     refusals = Refusals(collectives)
     try:
-        command(CANCEL)
-        refusals.end()
-        found = next(filter(None, share_error(None)), None)
+        failures = command(AGAIN)
     except tf.errors.AbortedError:  # a rank has left the job
         return error
-    is_consequence = _FAILED in str(error) or "another op of the same step has" in str(error)
-    if found is None or not is_consequence:
+    refusals.end()
+    first = next((one for one in failures if one["is_own"]), None)
+    if first is None or not _follows(error):
         return error
-    kind = tf.errors.exception_type_from_error_code(found["code"])
-    return kind(None, None, found["text"])  # type: ignore[no-any-return]
+    kind = tf.errors.exception_type_from_error_code(first["code"])
+    text = f"{first['text']}\n(On rank {first['rank']}, in its rows of the step.)"
+    return kind(None, None, text)  # type: ignore[no-any-return]
 
 
-def share_error(error: BaseException | None) -> list[dict[str, Any] | None]:
-    """Return each rank's own error of a cancelled step."""
-    mine = None
-    if error is not None and _FAILED not in str(error):
-        mine = {"code": getattr(error, "error_code", tf.errors.UNKNOWN), "text": str(error)}
-    return agree.gather_json("auto.error", mine)
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Put a SIGINT off until the end of the block, in which the other ranks count on this one."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    came: list[Any] = []
+    signal.signal(signal.SIGINT, lambda *what: came.append(what))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            before(*came[0])

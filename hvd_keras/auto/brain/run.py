@@ -103,11 +103,13 @@ class Divided:
         ]
         try:
             plan = Plan(graph, divided)
-            mine, theirs = _build(plan, traced, taken)
+            run = _send(*_build(plan, traced, taken))
         except (WholeError, UnknownError) as why:
             self._tell(str(why))
             return None
-        except Exception as error:  # nothing is sent yet, so the function may stay as it is
+        except tf.errors.AbortedError:  # a rank has left the job
+            raise
+        except Exception as error:  # nothing runs yet, so the function may stay as it is
             self._tell(f"it cannot be divided: {_first_line(error)}")
             return None
         if plan.whole:
@@ -117,7 +119,7 @@ class Divided:
                 f"{', '.join(plan.whole[:3])}{more}. They compare rows, or have no rule."
             )
         self._captured.append(traced)
-        return _send(mine, theirs)
+        return run
 
 
 def _build(plan: Plan, traced: Any, taken: int) -> tuple[Any, worker.Sent]:
@@ -146,19 +148,23 @@ def _build(plan: Plan, traced: Any, taken: int) -> tuple[Any, worker.Sent]:
 def _send(mine: Any, theirs: worker.Sent) -> Callable[[list[Any]], Any]:
     """Send the others' part; return what runs both."""
     global _sent
-    number, _sent = _sent, _sent + 1
-    messages.command(NEW)
-    worker.send(theirs)
+    with messages.uninterrupted():
+        messages.command(NEW)
+        worker.send(theirs)
+        number, _sent = _sent, _sent + 1
+        if failures := messages.command(AGAIN):
+            raise WholeError("rank {rank} cannot load it: {text}".format(**failures[0]))
 
     def run(tensors: list[Any]) -> Any:
-        messages.command(number)
-        try:
-            return mine(*tensors)
-        except BaseException as error:
-            found = messages.cancel(theirs.collectives, error)
-            if found is error:
-                raise
-            raise found from None
+        with messages.uninterrupted():
+            messages.command(number)
+            try:
+                return mine(*tensors)
+            except BaseException as error:
+                found = messages.cancel(theirs.collectives, error)
+                if found is error:
+                    raise
+                raise found from None
 
     return run
 

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras.auto.brain import messages
-from hvd_keras.auto.brain.messages import CANCEL, NEW, STOP, Collective
+from hvd_keras.auto.brain.messages import AGAIN, NEW, STOP, Collective
 from hvd_keras.runtime import objects
 
 DONE = "done"  # the op that needs all others
@@ -31,22 +31,29 @@ def work() -> None:
     """Run what the first rank commands, until it stops."""
     functions: list[tuple[Any, Sent]] = []
     refusals: messages.Refusals | None = None
-    error: Exception | None = None
-    while (number := messages.command()) != STOP:
-        if number == NEW:
-            sent = send()
-            functions.append((_load(sent.graph), sent))
-        elif number == CANCEL:
-            if refusals is not None:
-                refusals.end()
-            messages.share_error(error)
-            refusals, error = None, None
-        else:
-            function, sent = functions[number]
-            try:
+    failure: messages.Failure | None = None
+    while True:
+        number, failures = messages.turn(failure=failure)
+        if refusals is not None:
+            refusals.end()
+        refusals = failure = None
+        if failures or number == AGAIN:
+            continue
+        if number == STOP:
+            return
+        try:
+            if number == NEW:
+                sent = send()
+                functions.append((_load(sent.graph), sent))
+            else:
+                function, sent = functions[number]
                 function()
-            except tf.errors.OpError as failure:  # here or, in the middle of a step, elsewhere
-                refusals, error = messages.Refusals(sent.collectives), failure
+        except Exception as error:  # here or, in the middle of a step, elsewhere
+            failure = messages.failure_of(error)
+            if number == NEW:
+                functions.append((None, sent))
+            else:
+                refusals = messages.Refusals(sent.collectives)
 
 
 def _load(graph: bytes) -> Any:
