@@ -30,8 +30,6 @@ def _complete(given: argparse.Namespace, environment: Mapping[str, str]) -> None
         raise UsageError("got --auto and --horovod; expected one of them")
     if given.command:
         given.command = _inside(command_check.resolve(given.command), given.scale_batch)
-    # Sets of texts have the same order on all ranks.
-    given.settings = {"PYTHONHASHSEED": environment.get("PYTHONHASHSEED", "0")} | given.settings
 
 
 EXTENSION = Extension({}, _add_to, _complete)

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from hvd_keras.gradients import division, model_ranks, shards
+from hvd_keras.gradients import model_ranks, shards
 from hvd_keras.runtime import agree, libraries, log, rank_info, settings
 from hvd_keras.runtime.keras import graph, is_eager, outside_graphs, unconverted, values_of
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
@@ -80,8 +80,6 @@ def _check_update(optimizer: Any, variables: list[Any]) -> None:
     name = type(optimizer).__name__
     several = rank_info.is_initialized() and rank_info.size() > 1
     shards.check_clipping(optimizer, variables, model_ranks.local_variables if several else ())
-    if division.is_on and not agree.is_building.get() and not _alone_on_purpose.get():
-        raise RuntimeError(division.OWN_LOOP.format(f"by {name}.apply_gradients in a loop"))
     if (
         _alone_on_purpose.get()
         or hasattr(optimizer, "_hvd_alone")
@@ -152,7 +150,6 @@ def mark_alone(optimizer: Any) -> None:
 
 def mark_reduced(sources: Iterable[Any]) -> None:
     """Record that a reducer exchanges the gradients of these variables, and perhaps tensors."""
-    division.has_exchanged = True
     _reduced.add(*(source for source in sources if hasattr(source, "assign")))
 
 

@@ -20,7 +20,6 @@ from hvd_keras.gradients import (
     agreement,
     buckets,
     clipping,
-    division,
     joining,
     missing_calls,
     model_ranks,
@@ -370,7 +369,7 @@ class KerasReducer(GradientReducer):
         # Eager code cannot tell a scale that changes, which a LossScaleOptimizer divides by, from
         # clipping.
         can_tell = not (self._is_scaled and tf.executing_eagerly())
-        if is_together and self.averages_rows and not division.is_on and can_tell:
+        if is_together and self.averages_rows and can_tell:
             origin.check(self.name, grads, variables, self.process_set)
         step = self.begin(grads, variables)
         with replaced(self, "step", step):

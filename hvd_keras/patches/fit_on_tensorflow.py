@@ -10,7 +10,7 @@ from hvd_keras.data.tensorflow import positions, sharding
 from hvd_keras.data.tensorflow.sharding import passes_of as passes_of
 from hvd_keras.data.tensorflow.sharding import repeated as repeated
 from hvd_keras.data.tensorflow.sharding import repeats as repeats
-from hvd_keras.gradients import agreement, division, model_ranks
+from hvd_keras.gradients import agreement, model_ranks
 from hvd_keras.patches import keras_classes, patched_fit
 from hvd_keras.patches.losses import validate_together as validate_together
 from hvd_keras.patches.losses import weighed as weighed
@@ -62,12 +62,8 @@ def prepare(own: Fit, dataset: Any) -> None:
     is_built = variables.is_built(model) and all(getattr(o, "built", True) for o in others)
     if isinstance(dataset, tf.data.Dataset) and not is_built:
         own.problem = broadcasting.build(model, dataset.element_spec)
-    if (
-        averaging.size() > 1
-        and can_look_at(dataset)
-        and not division.is_on
-        and model_ranks.averages_rows_of(model)
-    ):
+    several = averaging.size() > 1
+    if several and can_look_at(dataset) and model_ranks.averages_rows_of(model):
         own.mixes = row_trials.layer_that_mixes(model, dataset.element_spec)
     if process_set.size() > 1 and not is_legacy:
         keras_classes.read_by_rows(model, model._flatten_layers())

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hvd_keras.data.sources import Passes
-from hvd_keras.gradients import division, missing_calls, model_ranks
+from hvd_keras.gradients import missing_calls, model_ranks
 from hvd_keras.runtime import agree, settings
 from hvd_keras.runtime.keras import keras, replaced, summary
 from hvd_keras.runtime.process_sets import ProcessSet
@@ -89,9 +89,7 @@ def on_leader_alone(
 
 def _save(common: Fit, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Replace ``ModelCheckpoint._save_model``: all ranks wait until it is written, or raise."""
-    if division.is_on:
-        save(*args, **kwargs)  # in which the first rank saves the model
-    elif common.waits_for_checkpoints:
+    if common.waits_for_checkpoints:
         agree.on_leader("ModelCheckpoint", lambda: save(*args, **kwargs), common.process_set)
     elif common.process_set.rank() == 0:
         save(*args, **kwargs)
@@ -100,7 +98,7 @@ def _save(common: Fit, save: Callable[..., None], *args: Any, **kwargs: Any) -> 
 def refuse(callbacks: Sequence[Any], model: Any, process_set: ProcessSet) -> None:
     """Raise ValueError if a callback cannot work with several ranks."""
     for callback in callbacks:
-        if isinstance(callback, keras.callbacks.BackupAndRestore) and not division.is_on:
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
             raise ValueError(
                 "keras.callbacks.BackupAndRestore restores each process separately, but this model "
                 f"trains on {process_set.size()}: a rank that finds another state, or none, would "

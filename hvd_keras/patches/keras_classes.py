@@ -19,7 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.gradients import division, model_ranks, shards, specs
+from hvd_keras.gradients import model_ranks, shards, specs
 from hvd_keras.runtime import agree, rank_info
 from hvd_keras.runtime.keras import innermost, keras
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
@@ -59,8 +59,7 @@ def SyncBatchNormalization(  # noqa: N802
 def moments(local_moments: Callable[..., Any], layer: Any, inputs: Any, mask: Any) -> Any:
     """Replace ``BatchNormalization._moments``: moments over all ranks, if ``synchronized=True``."""
     process_set = _process_set(layer)
-    is_together = layer.synchronized or division.current.get() is not None
-    if not is_together or process_set is None:
+    if not layer.synchronized or process_set is None:
         return local_moments(layer, inputs, mask)
     return _global_moments(layer.path, inputs, mask, layer._reduction_axes, process_set)
 
@@ -115,8 +114,6 @@ def _global_moments(
     mean, variance = tf.nn.moments(inputs, axes)
     shape = tf.shape(inputs)
     count = tf.cast(tf.reduce_prod([shape[axis] for axis in axes]), inputs.dtype)
-    if (part := division.current.get()) is not None:  # a rank without rows repeats one
-        count *= tf.cast(tf.greater(part.count, 0), count.dtype)
     # [1 + 2·channels] of each rank: one allgather per layer and step.
     # Of each channel the mean and the variance over this rank's samples; gradients flow through.
     mine = tf.concat([count[tf.newaxis], mean, variance], axis=0)

@@ -22,7 +22,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.gradients import agreement, division, missing_calls, specs
+from hvd_keras.gradients import agreement, missing_calls, specs
 from hvd_keras.runtime import agree, rank_info
 from hvd_keras.runtime.keras import call_loss, divisors, is_legacy, keras, replaced
 from hvd_keras.runtime.process_sets import ProcessSet
@@ -120,11 +120,9 @@ def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
     if (own is None and (not is_loop or missing_calls.in_fit.get())) or agree.is_building.get():
         return loss_call(loss, y_true, y_pred, sample_weight)
     arguments = y_true, y_pred, sample_weight
-    kind, part = row_trials.kind_of(loss, y_true, y_pred), division.current.get()
-    is_scalar = kind in ("mean", "sum")
+    kind = row_trials.kind_of(loss, y_true, y_pred)
     is_weighted = sample_weight is not None or bool(divisors(loss, None, y_pred, None))
-    divides = part is not None and (is_scalar or loss.reduction in (None, "none"))
-    is_of_all = kind == "whole" or divides or (is_scalar and is_weighted)
+    is_of_all = kind == "whole" or (kind in ("mean", "sum") and is_weighted)
     if own is not None:
         own.calls += 1
     if own is None or not is_of_all:
@@ -135,21 +133,14 @@ def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
         if own is None:
             _warn_in_loop(loss, kind, weights)
             return value
-        if part is None or values is None or tuple(values.shape):
-            return _weigh(own, loss, value, kind, weights, y_pred)
+        return _weigh(own, loss, value, kind, weights, y_pred)
     # Any function of the rows of the batch: each rank computes it of all.
     name = f"loss {own.calls}, {specs.common_path(loss.name)}"
     process_set = own.process_set
 
     def of_all() -> Any:
-        share = 1 / process_set.size()
-        gathered = (
-            division.gather(arguments, name, process_set, share)
-            if part is None
-            else part.gather(arguments, name)
-        )
         with agree.within(weighing, None):
-            return loss_call(loss, *gathered)
+            return loss_call(loss, *_gather(arguments, name, process_set))
 
     def alone() -> Any:
         with agree.within(weighing, None):
@@ -180,10 +171,6 @@ def _weigh(
 ) -> Any:
     reduction = "sum" if kind == "sum" else getattr(loss, "reduction", None)
     size = tf.cast(own.process_set.size(), value.dtype)
-    part = division.current.get()
-    if part is not None and reduction == "sum":
-        # A rank's loss counts by its share of the rows.
-        return tf.math.divide_no_nan(value, tf.cast(part.share, value.dtype))
     if reduction in (None, "none", "sum") and not own.averages:
         # Optimizers with op=hvd.Sum are right to leave it; a tape may average.
         missing_calls.warn_if_averaged(
@@ -209,13 +196,11 @@ def _weigh(
     def shares() -> Any:
         # Gradients of all ranks count alike; logs, and a validation's losses, count by rows.
         count = tf.shape(tf.nest.flatten(y_pred)[0])[0] if counts else 1
-        count = tf.cast(count if part is None else part.count, tf.float64)
+        count = tf.cast(count, tf.float64)
         # What Keras divides by: the sum of the mask times the weights, a number per rank.
         product = [tf.cast(w, value.dtype) for w in weights]
         entries = tf.reduce_sum(functools.reduce(_product, product)) if product else count
         mine = tf.stack([tf.cast(entries, tf.float64), count])
-        if part is not None:  # a rank without rows repeats one
-            mine = tf.where(tf.greater(mine[1], 0), mine, tf.zeros_like(mine))
         (total,) = ops.reduce_tensors(
             [mine], op=ops.Sum, name=f"weight of loss {calls}, {path}", process_set=own.process_set
         )
@@ -228,6 +213,28 @@ def _weigh(
     if not own.counts_rows:
         return logged
     return _with_gradient_of(size * tf.cast(entries, value.dtype) * value, logged)
+
+
+def _gather(value: Any, name: str, process_set: ProcessSet) -> Any:
+    """All ranks' rows of tensors in a structure; of scalars their mean."""
+
+    def of_all(part: Any, name: str) -> Any:
+        part = tf.convert_to_tensor(part)
+        if part.shape.rank == 0:
+            part = part / tf.cast(process_set.size(), part.dtype)
+            (total,) = ops.reduce_tensors([part], op=ops.Sum, name=name, process_set=process_set)
+            return total
+        gathered = ops.allgather(part, name=name, process_set=process_set)
+        for also in ("_keras_mask", "_keras_logits"):  # which losses of Keras use
+            if (rows := getattr(part, also, None)) is not None:
+                rows = ops.allgather(rows, name=name + also, process_set=process_set)
+                setattr(gathered, also, rows)
+        return gathered
+
+    parts = enumerate(tf.nest.flatten(value))
+    return tf.nest.pack_sequence_as(
+        value, [part if part is None else of_all(part, f"{name} {i}") for i, part in parts]
+    )
 
 
 def _with_gradient_of(one: Any, value: Any) -> Any:

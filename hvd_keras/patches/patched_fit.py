@@ -12,7 +12,7 @@ from typing import Any
 
 from hvd_keras import observe
 from hvd_keras.data import sources
-from hvd_keras.gradients import division, missing_calls, model_ranks, specs
+from hvd_keras.gradients import missing_calls, model_ranks, specs
 from hvd_keras.patches import keras_callbacks
 from hvd_keras.runtime import agree, log, rank_info, settings
 from hvd_keras.runtime.keras import KERAS_VERSIONS, flatten, is_eager, keras, replaced
@@ -63,8 +63,7 @@ def fit(
             if (averaging := model_ranks.step_set_of(model) or process_set).size() > 1:
                 _weigh(stack, backend, model, averaging, "train_step")
             stack.enter_context(keras_callbacks.on_leader_alone(callbacks, process_set, own))
-            if not division.is_on:  # in which the others write copies
-                stack.enter_context(own_files.noted(process_set))
+            stack.enter_context(own_files.noted(process_set))
         if observe.publisher is not None:  # hvdrun shows how far the training is
             runs = [*runs, progress.Progress(backend.gpu_bytes)]
         if given is not None and hasattr(given, "callbacks"):  # a CallbackList
@@ -96,8 +95,6 @@ def _weigh(
     stack: contextlib.ExitStack, backend: Backend, model: Any, process_set: ProcessSet, method: str
 ) -> None:
     """Weighs the losses of a model's steps, unless its ranks' gradients are no mean of losses."""
-    if division.is_on:
-        return  # automatic mode weighs them in its steps
     if _can_weigh(model):
         # A tape is not known yet.
         averages = {reducer.op for reducer in model_ranks.reducers_of(model)} == {Average}
@@ -163,7 +160,7 @@ def evaluate(
         for callback in callbacks if not is_predict else ():
             if keras_callbacks.averages([callback]) and not (in_fit and callback.in_epoch):
                 stack.enter_context(callback.of_evaluate(model))
-        if is_predict or division.is_on or not is_eager():
+        if is_predict or not is_eager():
             return evaluate_alone(model, *args, **kwargs)
         _weigh(stack, backend, model, process_set, "test_step")
         validates = keras_callbacks.averages(callbacks)
@@ -246,27 +243,20 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
     names = ("batch_size", "epochs", "initial_epoch", "class_weight")
     described = {name: given[name] for name in names}
     batch_size = given["batch_size"] or 32  # Keras's default
-    counts = own.backend.COUNTS_ROWS and not division.is_on and _can_weigh(model)
+    counts = own.backend.COUNTS_ROWS and _can_weigh(model)
     # In rounds, each rank counts alike, so their batches must have one size.
     counts = counts and not any(rounds.alone for rounds in model_ranks.rounds_of(model))
     described["batch_size"] = None if counts else batch_size
     description = specs.describe_model(model) | specs.flat(described, "fit")
     rows = None
     x_and_y = given.get("x"), given.get("y")
-    # In automatic mode each step compares its rows, which are those of all ranks.
-    is_arrays = division.is_on or all(
-        hasattr(x, "dtype") for x in flatten(x_and_y) if x is not None
-    )
+    is_arrays = all(hasattr(x, "dtype") for x in flatten(x_and_y) if x is not None)
     # Scripts that average over ranks may give all rows to all of them, in different orders.
-    if (
-        is_arrays
-        and not division.is_on
-        and (model_ranks.averages_rows_of(model) or not given["shuffle"])
-    ):
+    if is_arrays and (model_ranks.averages_rows_of(model) or not given["shuffle"]):
         rows = values.row_hashes(x_and_y)
-    # How many rows each of the steps has; None: that is unknown, or division counts them.
+    # How many rows each of the steps has; None: that is unknown.
     sizes = None
-    if is_arrays and not division.is_on:
+    if is_arrays:
         sizes = [len(flatten(x_and_y)[0]), batch_size]
     if counts and not is_arrays:
         sizes = own.backend.rows_in_steps(dataset)

@@ -59,7 +59,7 @@ class Settings:
     stats_directory: pathlib.Path | None = None  # where each rank writes its statistics
     tells_statistics: bool = False  # hvdrun wants them
     commits: pathlib.Path | None = None  # where rank 0 keeps what hvd.elastic commits
-    one_brain: bool = False  # with hvdrun --auto, rank 0 alone runs the script
+    always_divides: bool = False  # hvdrun --auto, even if one process is faster
 
 
 def _flag(name: str) -> bool:
@@ -86,8 +86,8 @@ def read() -> Settings:
             f"HVD_LOG_LEVEL is {level!r}, expected debug, info, warning or error. Correct or unset "
             "it."
         )
-    if (auto := os.environ.get("HVD_AUTO", "")) not in ("", "brain"):
-        raise ValueError(f"HVD_AUTO is {auto!r}, expected brain. Correct or unset it.")
+    if (auto := os.environ.get("HVD_AUTO", "")) not in ("", "divided"):
+        raise ValueError(f"HVD_AUTO is {auto!r}, expected divided. Correct or unset it.")
     # Variables HVDRUN_… come from the launcher, HVD_… from the user.
     watched = "HVDRUN_JOB" in os.environ
     asked = _folder("HVD_POSTMORTEM")
@@ -107,14 +107,8 @@ def read() -> Settings:
         stats_directory=_folder("HVD_STATS_DIRECTORY"),
         tells_statistics="HVDRUN_STATISTICS" in os.environ,
         commits=_folder("HVD_COMMITS"),
-        one_brain=auto == "brain",
+        always_divides=auto == "divided",
     )
-
-
-def be_strict() -> None:
-    """Set ``HVD_STRICT`` for this process."""
-    os.environ["HVD_STRICT"] = "1"
-    read.cache_clear()
 
 
 def warn_only() -> None:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvd_keras import ops
 from hvd_keras.compat import tensorflow_v1
-from hvd_keras.gradients import division, missing_calls, shards, specs
+from hvd_keras.gradients import missing_calls, shards, specs
 from hvd_keras.runtime import agree, log
 from hvd_keras.runtime.keras import is_legacy, keras
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
@@ -61,7 +61,7 @@ def broadcast_variables(
             variable.assign(value)
         missing_calls.synchronized.add(*bucket)
     seeds = [v for v in variables if specs.spec_of(v).path.endswith("seed_generator_state")]
-    if process_set.rank() and not division.is_on:
+    if process_set.rank():
         for state in seeds:  # in a tf.function, too
             value = tf.convert_to_tensor(state)
             mixed = tf.numpy_function(lambda x: of_this_rank(x, process_set), [value], value.dtype)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_keras.gradients import division, model_ranks, shards
+from hvd_keras.gradients import model_ranks, shards
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import Variable, innermost, is_legacy, keras, require
 from hvd_keras.runtime.process_sets import ProcessSet
@@ -162,7 +162,7 @@ def give_each_rank_its_own_randomness(states: Iterable[Any], process_set: Proces
     """Make equal seed states differ by rank, in the same way in each run."""
     # Otherwise all ranks would draw the same dropout masks. The state of the set's first rank stays
     # unchanged.
-    if process_set.rank() and not division.is_on:  # which divides what one process draws
+    if process_set.rank():
         for state in states:
             state.assign(of_this_rank(np.asarray(state), process_set))
 

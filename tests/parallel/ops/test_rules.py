@@ -9,9 +9,9 @@ import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
 import hvd_keras as hvd
-from hvd_keras.auto.brain import rules
-from hvd_keras.auto.brain.emit import Side
-from hvd_keras.auto.brain.plan import Plan
+from hvd_keras.auto import rules
+from hvd_keras.auto.emit import Side
+from hvd_keras.auto.plan import Plan
 
 pytestmark = pytest.mark.ranks(2, 3)
 

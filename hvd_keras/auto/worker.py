@@ -6,8 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras.auto.brain import messages
-from hvd_keras.auto.brain.messages import AGAIN, NEW, STOP, Collective
+from hvd_keras.auto import messages
+from hvd_keras.auto.messages import AGAIN, NEW, STOP, Collective
 from hvd_keras.runtime import objects
 
 DONE = "done"  # the op that needs all others

@@ -94,7 +94,9 @@ def _refusal(collective: Collective) -> Any:
 def failure_of(error: BaseException) -> Failure:
     """Describe what has failed on this rank, for the others."""
     code = getattr(error, "error_code", tf.errors.INTERNAL)
-    text = str(error) if isinstance(error, tf.errors.OpError) else f"{type(error).__name__}: {error}"
+    text = (
+        str(error) if isinstance(error, tf.errors.OpError) else f"{type(error).__name__}: {error}"
+    )
     return {"rank": rank_info.rank(), "code": code, "text": text, "is_own": not _follows(error)}
 
 

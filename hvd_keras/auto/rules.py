@@ -7,7 +7,7 @@ UnknownError, if the op is to be computed on rank 0 from the whole inputs, which
 from collections.abc import Callable
 from typing import Any
 
-from hvd_keras.auto.brain.places import (
+from hvd_keras.auto.places import (
     ALL,
     FULL,
     SUM,
@@ -20,7 +20,7 @@ from hvd_keras.auto.brain.places import (
     Value,
     words,
 )
-from hvd_keras.auto.brain.sizes import fixed, ints
+from hvd_keras.auto.sizes import fixed, ints
 
 Plan = tuple[list[Any], list[Any]] | None
 RULES: dict[str, Callable[[Node], Plan]] = {}

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras.auto.brain.places import FULL, Dim, Node, Rows, UnknownError, Value, unknown
+from hvd_keras.auto.places import FULL, Dim, Node, Rows, UnknownError, Value, unknown
 
 
 def shape_of(value: Value) -> list[Any]:

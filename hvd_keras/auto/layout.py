@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
-from hvd_keras.auto.brain.places import ALL, FULL, SUM, Dim, Dims, Node, Rows, UnknownError
-from hvd_keras.auto.brain.rules import (
+from hvd_keras.auto.places import ALL, FULL, SUM, Dim, Dims, Node, Rows, UnknownError
+from hvd_keras.auto.rules import (
     Plan,
     after_linear,
     all_of,
@@ -13,7 +13,7 @@ from hvd_keras.auto.brain.rules import (
     rows_of,
     rule,
 )
-from hvd_keras.auto.brain.sizes import fixed, ints, shape_of
+from hvd_keras.auto.sizes import fixed, ints, shape_of
 
 
 def reshaped(dims: list[Any], target: list[Any], place: Rows) -> tuple[Rows, list[Any]]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras.auto.brain.places import Dim, Node, Value
+from hvd_keras.auto.places import Dim, Node, Value
 
 
 class Shapes:

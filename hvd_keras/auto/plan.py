@@ -6,9 +6,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras.auto.brain import layout as layout  # its rules
-from hvd_keras.auto.brain import loops
-from hvd_keras.auto.brain.places import (
+from hvd_keras.auto import layout as layout  # its rules
+from hvd_keras.auto import loops
+from hvd_keras.auto.places import (
     ALL,
     FULL,
     ROOT,
@@ -26,9 +26,9 @@ from hvd_keras.auto.brain.places import (
     in_order,
     words,
 )
-from hvd_keras.auto.brain.rules import RULES
-from hvd_keras.auto.brain.shapes import Shapes
-from hvd_keras.auto.brain.sizes import evaluate
+from hvd_keras.auto.rules import RULES
+from hvd_keras.auto.shapes import Shapes
+from hvd_keras.auto.sizes import evaluate
 
 # What may use any variable, out of sight.
 _OPAQUE = ("EagerPyFunc", "PyFunc", "PyFuncStateless")

@@ -1,5 +1,6 @@
 """Divides functions that get a batch: plans them, sends the workers' part once, runs both parts."""
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -7,11 +8,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras.auto.brain import messages, worker
-from hvd_keras.auto.brain.emit import Side
-from hvd_keras.auto.brain.messages import NEW
-from hvd_keras.auto.brain.places import SENT, UnknownError, WholeError
-from hvd_keras.auto.brain.plan import Plan
+from hvd_keras.auto import messages, worker
+from hvd_keras.auto.emit import Side
+from hvd_keras.auto.messages import AGAIN, NEW
+from hvd_keras.auto.pace import Pace
+from hvd_keras.auto.places import SENT, UnknownError, WholeError
+from hvd_keras.auto.plan import Plan
 from hvd_keras.ops.validate import raw
 from hvd_keras.runtime import log, rank_info
 
@@ -36,7 +38,7 @@ class Divided:
     def __init__(self, body: Callable[..., Any], whole: Callable[..., Any], name: str) -> None:
         """``body`` is what is traced, ``whole`` computes the same on this rank alone."""
         self._body, self._whole, self.name = body, whole, name
-        self._traces: dict[Any, Callable[..., Any] | None] = {}
+        self._traces: dict[Any, tuple[Callable[..., Any], Pace] | None] = {}
         self._captured: list[Any] = []  # keeps what the traces have captured
 
     @classmethod
@@ -66,10 +68,12 @@ class Divided:
             return self._whole(*args, **kwargs)
         try:
             if key not in self._traces:
-                self._traces[key] = self._divide(args, kwargs, rows)
-            run = self._traces[key]
-            if run is not None:
-                return run(tensors)
+                run = self._divide(args, kwargs, rows)
+                self._traces[key] = run and (run, Pace(self.name))
+            if (trace := self._traces[key]) is not None:
+                run, pace = trace
+                whole = functools.partial(self._whole, *args, **kwargs)
+                return pace.step(rows, functools.partial(run, tensors), whole)
         finally:
             _busy.release()
         return self._whole(*args, **kwargs)

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework.func_graph import FuncGraph
-from tensorflow.python.ops import control_flow_util_v2
+from tensorflow.python.ops import control_flow_util_v2, handle_data_util
 
-from hvd_keras.auto.brain.places import (
+from hvd_keras.auto.places import (
     ALL,
     FULL,
     SUM,
@@ -28,9 +28,9 @@ from hvd_keras.auto.brain.places import (
     in_order,
     unknown,
 )
-from hvd_keras.auto.brain.rules import RULES, Plan, elementwise, rule
-from hvd_keras.auto.brain.shapes import Shapes
-from hvd_keras.auto.brain.sizes import evaluate, ints
+from hvd_keras.auto.rules import RULES, Plan, elementwise, linear, rule
+from hvd_keras.auto.shapes import Shapes
+from hvd_keras.auto.sizes import evaluate, ints
 
 CREATE = ("EmptyTensorList", "TensorListReserve", "TensorListFromTensor")
 UNIFORM = ("Fill", "BroadcastTo", "Tile")
@@ -92,6 +92,35 @@ def _put(node: Node) -> Plan:
     return [List(of), *more, last], [List(of)]
 
 
+@rule("TensorListLength", "TensorListElementShape")
+def _length(node: Node) -> Plan:
+    place = node.inputs[0].place
+    if not isinstance(place, List):
+        return None
+    if node.type == "TensorListElementShape":
+        known = handle_data_util.get_resource_handle_data(node.op.inputs[0]).shape_and_type
+        sizes: list[Any] = [dim.size for dim in known[0].shape.dim] if known else unknown()
+        if isinstance(place.of, Rows):
+            sizes[place.of.axis] = Dim(place.of.m)
+        if -1 in sizes:
+            return None
+        node.outputs[0].sym = np.array(sizes, object)
+    return [place], [FULL]
+
+
+@rule("AddN")
+def _add(node: Node) -> Plan:
+    lists = {x.place for x in node.inputs if isinstance(x.place, List)} - {List(None)}
+    if not lists:
+        return linear(node)
+    return ([*lists] * len(node.inputs), [*lists]) if len(lists) == 1 else None
+
+
+@rule("TensorListReserve", "EmptyTensorList")
+def _empty(node: Node) -> Plan:
+    return [ALL if ints(x) is None else _sizes(x) for x in node.inputs], [List(None)]
+
+
 @rule("ZerosLike")
 def _zeros_like(node: Node) -> Plan:
     (x,) = node.inputs
@@ -149,7 +178,7 @@ class Body:
         local = [x.is_size for x in values]
         if node.outputs and all(v.sym is not None for v in node.outputs):
             node.needs = [x.place if x.place != FULL else ALL for x in values]
-        elif any(x.place != FULL for x in values) or any(local):
+        elif node.type in CREATE[:2] or any(x.place != FULL for x in values) or any(local):
             found = uniform(node) if node.type in UNIFORM and any(local) else None
             found = found or (RULES[node.type](node) if node.type in RULES else None)
             if found is None or node.emit:

@@ -4,9 +4,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras.auto.brain.messages import Collective
-from hvd_keras.auto.brain.places import ALL, FULL, ROOT, Dim, Dims, List, Node, Partial, Rows, Value
-from hvd_keras.auto.brain.plan import Plan, need_of_list
+from hvd_keras.auto.messages import Collective
+from hvd_keras.auto.places import ALL, FULL, ROOT, Dim, Dims, List, Node, Partial, Rows, Value
+from hvd_keras.auto.plan import Plan, need_of_list
 from hvd_keras.ops.validate import raw
 
 _Attr = tf.compat.v1.AttrValue

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras.auto.brain.run import Divided
+from hvd_keras.auto.run import Divided
 from hvd_keras.gradients import agreement
 
 _DIVIDED = "_hvd_divided"  # of a tf.function of the script; False: it is of a library
