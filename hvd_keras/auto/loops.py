@@ -112,7 +112,8 @@ def _length(node: Node) -> Plan:
 def _add(node: Node) -> Plan:
     lists = {x.place for x in node.inputs if isinstance(x.place, List)} - {List(None)}
     if not lists:
-        return linear(node)
+        found: Plan = linear(node)
+        return found
     return ([*lists] * len(node.inputs), [*lists]) if len(lists) == 1 else None
 
 
