@@ -102,7 +102,7 @@ class Job:
         command.append("alone" if self.size == 1 else self.how)
         # Warnings are errors, and ranks that wait for different collectives get one soon.
         env = {"HVD_STRICT": "1", "HVD_MISMATCH_SECONDS": "5", "HVD_TIMEOUT_SECONDS": "60"}
-        env["PYTHONPATH"] = f"{ROOT}:{ROOT}/tests/harness/start"
+        env |= {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/harness/start", "HVD_AUTO": "divided"}
         with (self.folder / "output").open("wb") as file:
             self.process = subprocess.Popen(
                 [*([] if self.size == 1 else launcher), *command],
