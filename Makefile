@@ -54,7 +54,7 @@ setup: .venv/installed .venv/test,lint  ## Install the project from source into 
 	@:
 
 test: setup  ## Run the tests, without the slow ones, most repetitions, and the lanes below.
-	@$(BIN)/python -m pytest $(PYTEST) $(addprefix --ignore=,$(HOROVOD) $(PLATFORMS) $(TORCH))
+	@$(BIN)/python -m pytest $(PYTEST) --durations=10 $(addprefix --ignore=,$(HOROVOD) $(PLATFORMS) $(TORCH))
 
 horovod-test: setup  ## Run the tests of Horovod's programs, tf_keras and TensorFlow 1, without the slow ones.
 	@$(BIN)/python -m pytest $(PYTEST) $(HOROVOD)

@@ -88,9 +88,10 @@ def pytest_xdist_make_scheduler(config, log) -> LoadScopeScheduling:
 
 
 @pytest.fixture
-def hvdrun(tmp_path):
+def hvdrun(tmp_path, request):
     """Yields a launcher; afterwards no process or file of its jobs may be left."""
     launcher = Launcher(tmp_path)
+    launcher.forks = request.path.parent.name == "jobs"
     yield launcher
     for watchdog in launcher.watchdogs:
         watchdog.cancel()

@@ -12,6 +12,7 @@ from hvd_keras.launch import command_check, options
 from hvd_keras.launch.errors import UsageError, say
 from hvd_keras.launch.follow.statistics import Statistics
 from hvd_keras.launch.onhost.cores import usable_cores, usable_gpus
+from hvd_keras.launch.onhost.fork_server import KEEP
 from hvd_keras.launch.start import hosts, slurm
 from hvd_keras.launch.start.all_hosts import Remains
 from hvd_keras.launch.start.dialects import Dialect
@@ -44,6 +45,8 @@ class JobSpec:
 def build(given: argparse.Namespace) -> JobSpec:
     """Build the job from the options. Raises UsageError."""
     words = given.command
+    if not (keep := os.environ.get(KEEP) or "0").isdecimal():
+        raise UsageError(f"{KEEP} is {keep!r}; expected seconds, an integer of at least 0")
     if given.check:
         if words:
             raise UsageError(f"--check got {' '.join(words)!r}; expected no command")

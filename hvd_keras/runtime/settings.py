@@ -6,6 +6,7 @@ The core reads its own settings in native/core/base/settings.h.
 import contextlib
 import dataclasses
 import functools
+import importlib.machinery
 import json
 import os
 import pathlib
@@ -285,20 +286,40 @@ def hvdrun_folder() -> pathlib.Path | None:
     return pathlib.Path(os.environ["HVDRUN_TELL"]).parents[1]
 
 
+# Variables that TensorFlow, PyTorch, Keras, or what they import, read when they are imported.
+_READ_BY_IMPORTS = re.compile(
+    "(TF_(?!NUM_)|(KERAS|XLA|OMP|MKL|OPENBLAS|NVIDIA|TORCH|PYTORCH|HDF5_USE)_)"
+)
+
+
 def tell_imports() -> None:
-    """Tell hvdrun, if it wants to know, what a later start of this rank may have ready."""
-    if "HVDRUN_WARM" not in os.environ:
+    """Tell hvdrun, if it wants to know, what a later start of this rank may have ready.
+
+    Raises:
+        RuntimeError: this rank had it ready (``HVD_KEEP_IMPORTS``), and the script has then set
+            what is read during imports, or would have imported another Keras.
+    """
+    if not {"HVDRUN_WARM", "HVDRUN_FORKED"} & os.environ.keys():
         return
     first = _first_environment(pathlib.Path("/proc/self"))
     now = dict(os.environ)
-    changes = {k: now.get(k) for k in {*first, *now} - {""} if now.get(k) != first.get(k)}
-    packages = {"tensorflow", "torch", "keras", "tf_keras", "hvd_keras"}
-    modules = {
-        name: getattr(module, "__file__", None)
-        for name, module in list(sys.modules.items())
-        if name in packages or name.startswith("hvd_keras.")
-    }
-    tell_hvdrun(command=sys.orig_argv, changes=changes, modules=modules)
+    names = {name for name in {*first, *now} if _READ_BY_IMPORTS.match(name)}
+    changes = {name: now.get(name) for name in names if now.get(name) != first.get(name)}
+    packages = ("tensorflow", "torch", "keras", "tf_keras")
+    modules = {x: sys.modules[x].__file__ for x in packages if x in sys.modules}
+    if "HVDRUN_FORKED" not in os.environ:
+        tell_hvdrun(command=sys.orig_argv, changes=changes, modules=modules)
+        return
+    late = [*changes]
+    for name, path in modules.items():
+        found = importlib.machinery.PathFinder.find_spec(name, sys.path)
+        late += [name] * (found is None or found.origin != path)
+    if late:
+        raise RuntimeError(
+            f"hvd.init: the script has chosen {', '.join(sorted(late))} too late: with "
+            "HVD_KEEP_IMPORTS, its process has imported Keras before. Choose it in the environment "
+            "of hvdrun, or unset HVD_KEEP_IMPORTS."
+        )
 
 
 def show_gpus(numbers: str) -> None:

@@ -15,6 +15,7 @@ from hvd_keras.launch.onhost.cores import THREAD_VARIABLES
 # that must be ended.
 LIMIT = 900
 FOREVER = 10_000
+KEEP = "20"  # that a process with Keras waits for the next job
 
 # A sitecustomize.py, with which Python does not find the packages in the variable HIDDEN.
 WITHOUT_HIDDEN = """\
@@ -50,6 +51,7 @@ class Launcher:
         self.environment["TMPDIR"] = str(self.temporary)
         self.watchdogs: list[threading.Timer] = []
         self.options = ["--no-init"]  # most scripts need no hvd_keras
+        self.forks = False  # whether ranks that import Keras are forks of what has
 
     def script(self, text: str, name: str = "script.py") -> str:
         path = self.folder / name
@@ -59,11 +61,18 @@ class Launcher:
     def command(self, *arguments: str) -> list[str]:
         return [sys.executable, "-m", "hvd_keras.hvdrun", *self.options, *arguments]
 
+    def _environment(self, arguments: tuple[str, ...], given: dict[str, str]) -> dict[str, str]:
+        """Return what hvdrun gets: other scripts, and restarts, need no imports of earlier jobs."""
+        scripts = [self.folder / word for word in arguments if word.endswith(".py")]
+        needs = any("keras" in path.read_text() for path in scripts if path.is_file())
+        forks = self.forks and needs and "--max-restarts" not in arguments
+        return given | {"HVD_KEEP_IMPORTS": KEEP} if forks else given
+
     def run(self, *arguments: str, **options) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             self.command(*arguments),
             cwd=self.folder,
-            env=options.pop("env", self.environment),
+            env=self._environment(arguments, options.pop("env", self.environment)),
             stdin=None if "input" in options else subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -79,10 +88,11 @@ class Launcher:
     def start(self, size: int, text: str, *options: str, stdin: int = subprocess.DEVNULL):
         """Start such a job, which is killed after LIMIT seconds."""
         job = (*options, "-np", str(size), "--oversubscribe", sys.executable, "-u")
+        script = self.script(text)
         process = subprocess.Popen(
-            self.command(*job, self.script(text)),
+            self.command(*job, script),
             cwd=self.folder,
-            env=self.environment,
+            env=self._environment((*options, script), self.environment),
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -1,6 +1,13 @@
-"""Starts real jobs of several ranks, and ends them."""
+"""Starts real jobs of several ranks, and ends them.
+
+    python -I -S ranks.py SCRIPT ARGUMENT ...
+
+takes the place of ``python -u SCRIPT ARGUMENT ...`` under a plain mpirun, and forks it, as hvdrun's
+worker does, from a process that has imported Keras (HVD_KEEP_IMPORTS).
+"""
 
 import contextlib
+import importlib
 import os
 import pathlib
 import signal
@@ -9,7 +16,9 @@ import sys
 import tempfile
 import textwrap
 from dataclasses import dataclass
+from types import ModuleType
 
+LIMIT = 900  # seconds, far above what any of these jobs takes on a busy machine
 MPIRUN = pathlib.Path(sys.executable).parent / "mpirun"
 
 
@@ -71,7 +80,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def mpirun(
     size: int,
     *command: str,
-    timeout: float = 120,
+    timeout: float = LIMIT,
     env: dict[str, str] | None = None,
     inside: tuple[str, ...] = (),
 ) -> Job:
@@ -94,9 +103,41 @@ def mpirun(
 
 
 def run_script(
-    directory: pathlib.Path, size: int, script: str, timeout: float = 120, **env: str
+    directory: pathlib.Path,
+    size: int,
+    script: str,
+    timeout: float = LIMIT,
+    *,
+    forks: bool = True,
+    **env: str,
 ) -> Job:
-    """Runs the text of a Python script on ``size`` ranks."""
+    """Runs the text of a Python script on ``size`` ranks; without ``forks``, in new Pythons."""
     path = directory / "script.py"
     path.write_text(textwrap.dedent(script))
-    return mpirun(size, sys.executable, "-u", str(path), timeout=timeout, env=env)
+    python = [sys.executable, "-I", "-S", __file__] if forks else [sys.executable, "-u"]
+    return mpirun(size, *python, str(path), timeout=timeout, env=env)
+
+
+def fork() -> None:
+    """Run this process's arguments in a fork, or, if there can be none, in a new Python."""
+    # The package itself would look for others.
+    package = sys.modules["hvd_keras"] = ModuleType("hvd_keras")
+    package.__path__ = [str(pathlib.Path(__file__).parents[2] / "hvd_keras")]
+    fork_server = importlib.import_module("hvd_keras.launch.onhost.fork_server")
+    command = [sys.executable, "-u", *sys.argv[1:]]
+    order = {"command": command, "directory": os.getcwd(), "open_files": None}
+    child = fork_server.fork_kept(order, {**os.environ, "HVD_KEEP_IMPORTS": "20"}, (0, 1, 2))
+    if child is None:
+        os.execv(command[0], command)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: os.killpg(child.pid, number))
+    child.connection.setblocking(True)
+    status = child.poll()
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    fork()

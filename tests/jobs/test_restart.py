@@ -305,11 +305,29 @@ def test_killed_job_started_again_ends_as_if_undisturbed(tmp_path: pathlib.Path)
     assert "are used again" not in alone.output, alone.output
 
 
+# Finds the processes that have the imports ready, with the number of their children.
+SERVERS = """
+def servers():
+    found, parents = {}, {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if "hvdrun: has imported" in open(f"/proc/{name}/cmdline").read():
+                if os.readlink(f"/proc/{name}/cwd") == os.getcwd():
+                    status = open(f"/proc/{name}/status").read()
+                    parents[int(name)] = int(re.search(r"PPid:\\s+(\\d+)", status)[1])
+                    found[int(name)] = open(f"/proc/{name}/task/{name}/children").read().split()
+        except OSError:
+            continue
+    return {name: found[name] for name in found if parents[name] not in found}
+"""
+
 # Prints what a new Python would have, and what must differ between the ranks; ends otherwise in
 # each start.
 AGAIN = """
-import glob, os, resource, signal, sys, time, warnings
+import glob, os, re, resource, signal, sys, time, warnings
 warm = "keras" in sys.modules
+first = open("/proc/self/environ").read().split(chr(0))
+assert dict(os.environ) == dict(line.split("=", 1) for line in first if line)
 os.environ["PYTHONWARNINGS"] = "ignore"  # for programs that this one may start
 import random
 import keras, numpy as np, tensorflow as tf
@@ -325,18 +343,23 @@ if "torch" in sys.argv:
     draws.append(float(torch.rand(())))
 others = hvd.allgather_object(draws)
 assert all(len(set(column)) == 2 for column in zip(*others)), others
-own = [__name__, __file__, sys.argv, sys.path[0], os.getcwd(), len(os.sched_getaffinity(0))]
-own += [resource.getrlimit(resource.RLIMIT_NOFILE), os.getpgid(0) == os.getpid()]
+own = [__name__, __file__, sys.argv, sys.path, os.getcwd(), len(os.sched_getaffinity(0))]
+own += [open("/proc/self/limits").read(), os.getpgid(0) == os.getpid(), sys.flags]
+own += re.findall("(?:Umask|SigBlk).*", open("/proc/self/status").read())
+own += [signal.getsignal(number) for number in (1, 2, 10, 13, 15, 17)]
+own += [os.nice(0), sys.stdin.encoding, sys.stdout.line_buffering, sys.stdin.read()]
+own.append(sorted(name for name in os.environ if not name.startswith(("HVDRUN_", "HVD_KEEP"))))
 own += [os.path.isdir(os.environ["TMPDIR"]), sys.modules["__main__"].own is own, sys.orig_argv]
 own += [("ignore", None, Warning, None, 0) in warnings.filters, type(__builtins__)]
 own.append(open("/proc/self/cmdline").read().rstrip(chr(0)).split(chr(0))[1:])
 print(start, warm, own, flush=True)
+if "once" in sys.argv:
+    sys.exit()
 hvd.barrier()
 if hvd.rank() == 0:
     open(f"start-{start}", "w").close()
 if start == 0 or start == 1 and hvd.rank() == 0:
-    ready = os.path.join(os.environ["TMPDIR"], "..", "..", "hvdrun-*", "server")
-    while not glob.glob(ready):
+    while not servers():
         time.sleep(0.05)
     os.kill(os.getpid(), 9) if start == 0 and hvd.rank() == 1 else None
     if start == 1:
@@ -353,7 +376,7 @@ time.sleep(1000)
 @pytest.mark.parametrize("way", ["script", pytest.param("module", marks=pytest.mark.slow)])
 def test_a_restart_needs_no_imports(hvdrun: Launcher, way: str) -> None:
     """A rank that is forked with them is as a new process would be, and ends like one."""
-    (hvdrun.folder / "again.py").write_text(AGAIN)
+    (hvdrun.folder / "again.py").write_text(SERVERS + AGAIN)
     words = ["again.py", "a b"] if way == "script" else ["-m", "again", "a b"]
     if importlib.util.find_spec("torch") is not None and way == "script":
         words.append("torch")
@@ -375,26 +398,46 @@ def test_a_restart_needs_no_imports(hvdrun: Launcher, way: str) -> None:
     assert done.returncode == 1
 
 
+def test_imports_are_kept_between_jobs(hvdrun: Launcher) -> None:
+    """A rank that is forked from what an earlier job has imported is as a new process would be."""
+    (hvdrun.folder / "again.py").write_text(SERVERS + AGAIN)
+    job = ["-np", "2", "--oversubscribe", "again.py", "a b", "once"]
+    kept = [hvdrun.run(*job) for _ in range(2)]
+    hvdrun.forks = False
+    fresh = hvdrun.run(*job)
+    hvdrun.forks = True
+    for done, warm in ((fresh, "False"), *((done, "True") for done in kept)):
+        assert done.returncode == 0, done.stderr
+        expected = [
+            line.replace("] 0 False ", f"] 0 {warm} ") for line in fresh.stdout.splitlines()
+        ]
+        assert sorted(done.stdout.splitlines()) == sorted(expected)
+    # What the imports have read, or would have found, cannot be changed by the script.
+    for change, named in (
+        ("os.environ['KERAS_BACKEND'] = 'torch'", "KERAS_BACKEND"),
+        ("sys.path.insert(0, os.path.dirname(__file__) + '/own')", "keras"),
+    ):
+        (hvdrun.folder / "own" / "keras").mkdir(parents=True, exist_ok=True)
+        (hvdrun.folder / "own" / "keras" / "__init__.py").touch()
+        script = hvdrun.script(f"{change}\nimport hvd_keras as hvd\nhvd.init()")
+        done = hvdrun.run("-np", "2", "--oversubscribe", script)
+        assert done.returncode == 1
+        assert f"the script has chosen {named} too late" in done.stderr
+    # A module beside the script takes the place of an imported one.
+    (hvdrun.folder / "h5py.py").write_text("mine = True")
+    script = hvdrun.script("import sys\nprint('keras' in sys.modules)\nimport h5py; h5py.mine")
+    assert hvdrun.run("-np", "1", script).stdout == "[0] False\n"
+
+
 STUCK = """
-import glob, os, signal, sys, time
+import glob, os, re, signal, sys, time
+open(f"began-{os.getpid()}", "w").close()
 print("imported" if "keras" in sys.modules else "new", flush=True)
 import hvd_keras as hvd
 
-def servers():
-    found = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            words = open(f"/proc/{name}/cmdline").read().split(chr(0))
-        except OSError:
-            continue
-        if "launch.onhost.warm" in words and words[3].startswith(temporary):
-            found[int(name)] = len(open(f"/proc/{name}/task/{name}/children").read().split())
-    return found
-
-temporary = os.path.realpath(os.path.join(os.environ["TMPDIR"], "..", ".."))
 hvd.init()
 if hvd.size() == 2 and not os.path.exists("stopped"):
-    while not glob.glob(f"{temporary}/hvdrun-*/server"):
+    while not servers():
         time.sleep(0.05)
     hvd.barrier()
     if hvd.rank() == 0:
@@ -407,15 +450,16 @@ hvd.barrier()
 if hvd.rank() == 0:
     (server,) = servers()
     os.kill(server, signal.SIGCONT)
-    time.sleep(1)
-    print("forked too late:", servers()[server], flush=True)
+    while servers()[server]:
+        time.sleep(0.05)
+    print("ranks:", len(glob.glob("began-*")), flush=True)
 """
 
 
 def test_a_restart_does_not_wait_for_a_process_that_is_stuck(hvdrun: Launcher) -> None:
-    (hvdrun.folder / "stuck.py").write_text(STUCK)
+    (hvdrun.folder / "stuck.py").write_text(SERVERS + STUCK)
     done = hvdrun.run("-np", "2", "--oversubscribe", "--max-restarts", "1", "stuck.py")
     assert done.returncode == 0, done.stderr
     lines = sorted(line.partition("] ")[2] for line in done.stdout.splitlines())
-    assert lines == ["forked too late: 0", *["new"] * 4]
+    assert lines == [*["new"] * 4, "ranks: 4"]
     assert list(hvdrun.temporary.iterdir()) == []

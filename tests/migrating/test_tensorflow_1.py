@@ -206,7 +206,7 @@ print("done")
 
 
 def test_scripts_of_tensorflow_1(tmp_path: pathlib.Path) -> None:
-    job = run_script(tmp_path, 2, TENSORFLOW_1)
+    job = run_script(tmp_path, 2, TENSORFLOW_1, forks=False)
     assert job.status == 0, job.output
     assert job.output.count("done") == 2, job.output
 
@@ -214,14 +214,14 @@ def test_scripts_of_tensorflow_1(tmp_path: pathlib.Path) -> None:
 @pytest.mark.slow
 def test_collectives_in_graphs_of_tensorflow_1(tmp_path: pathlib.Path) -> None:
     limits = {"HVD_TIMEOUT_SECONDS": "20", "HVD_FIRST_TIMEOUT_SECONDS": "20"}
-    job = run_script(tmp_path, 2, GRAPH, TF_USE_LEGACY_KERAS="1", **limits)
+    job = run_script(tmp_path, 2, GRAPH, forks=False, TF_USE_LEGACY_KERAS="1", **limits)
     assert job.status == 0, job.output
     assert job.output.count("done") == 2, job.output
 
 
 @pytest.mark.slow
 def test_a_rank_that_ends_early_ends_a_monitored_session(tmp_path: pathlib.Path) -> None:
-    job = run_script(tmp_path, 2, ENDS_EARLY, timeout=60)
+    job = run_script(tmp_path, 2, ENDS_EARLY, forks=False)
     assert job.status != 0
     assert job.output.count("ended after its steps") == 1, job.output
     assert "another rank has left the job" in job.output

@@ -298,6 +298,6 @@ print("done")
 @pytest.mark.parametrize("part", TF_KERAS_PARTS)
 def test_scripts_of_tf_keras(part: str, tmp_path: pathlib.Path) -> None:
     script = TF_KERAS + TF_KERAS_PARTS[part]
-    job = run_script(tmp_path, 2, script, timeout=240, TF_USE_LEGACY_KERAS="1")
+    job = run_script(tmp_path, 2, script, forks=False, TF_USE_LEGACY_KERAS="1")
     assert job.status == 0, job.output
     assert job.output.count("done") == 2, job.output

@@ -186,7 +186,8 @@ def test_python_knows_the_ways_to_leave_a_job_as_the_core_does() -> None:
 
 
 def settings() -> set[str]:
-    sources = (ROOT / "hvd_keras/runtime/settings.py", ROOT / "native/core/base/settings.cc")
+    names = ("hvd_keras/runtime/settings.py", "hvd_keras/launch/onhost/fork_server.py")
+    sources = [ROOT / name for name in (*names, "native/core/base/settings.cc")]
     return {n for path in sources for n in re.findall(r'"(HVD_[A-Z_]+)"', path.read_text())}
 
 

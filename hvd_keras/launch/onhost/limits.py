@@ -56,6 +56,6 @@ WAIT_AGAIN = 1.0  # the same before the first start and after the end, when noth
 QUICK, FIRST_PAUSE, LONGEST_PAUSE = 10.0, 1.0, 60.0
 
 # From a rank's hvd.init() until the server of its host imports the same: a script that fails early
-# will fail again. Without ranks, the server ends after two or three times the second. A rank starts
-# anew if it has no answer after the third.
-SERVER_DELAY, SERVER_IDLE, SERVER_ANSWER = 5.0, 120.0, 5.0
+# will fail again. Unused for the second, the server ends. A rank starts anew if it has no answer
+# after the third, or after the fourth if the server was just started, by HVD_KEEP_IMPORTS.
+SERVER_DELAY, SERVER_IDLE, SERVER_ANSWER, SERVER_START = 5.0, 240.0, 5.0, 300.0

@@ -23,10 +23,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from . import channel, warm
+from . import channel, fork_server
 from .channel import PIECE, Connection, ProtocolError, silence
 from .cores import own_cores, usable_cores
-from .limits import ALIVE_CHECKS, GRACE, SILENCE, SUSPICION, WORKER_CHECK
+from .fork_server import early
+from .limits import (
+    ALIVE_CHECKS,
+    GRACE,
+    SERVER_DELAY,
+    SERVER_IDLE,
+    SILENCE,
+    SUSPICION,
+    WORKER_CHECK,
+)
 from .process import FORWARDED, JOB, ask_to_end, prepare, private_folder, shell_status
 from .sweep import OWNER
 
@@ -42,7 +51,7 @@ RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID
 TELL = "HVDRUN_TELL"
 CALL = "HVDRUN_CALL"
 
-# That hvd_keras tells what a server of this host is to import (see `warm`).
+# That hvd_keras tells what a server of this host is to import (see `fork_server`).
 WARM = "HVDRUN_WARM"
 
 # Files there: the pickled function with its arguments, and what the function has returned.
@@ -95,10 +104,11 @@ class Worker:
         self._changed = asyncio.Event()  # a child has ended, or hvdrun has told something
         self._parent = os.getppid()
         self._order: dict[str, Any] = {}  # what to start, when hvdrun has said it
-        self._child: subprocess.Popen[bytes] | warm.Child | None = None
+        self._child: subprocess.Popen[bytes] | fork_server.Child | None = None
         self._environment: dict[str, str] = {}  # of the command
         self._pipes = (-1, -1, -1)  # our ends of its streams
-        self._server: subprocess.Popen[bytes] | None = None  # of this host
+        self._address = ""  # of the server
+        self._server: socket.socket | None = None  # keeps that of this host
         self._input: asyncio.Queue[bytes] = asyncio.Queue()  # for the command; empty: its end
         self._folder = _folder_path() / f"rank-{rank}"  # for files that the command reads or writes
         self._function = bytearray()
@@ -158,7 +168,7 @@ class Worker:
         """Check what must be polled: hvdrun's host, mpirun's daemon; and show hvdrun our life."""
         for turn in itertools.count():
             await asyncio.sleep(WORKER_CHECK)
-            self._changed.set()  # `warm.Child.poll` continues a stopped keeper
+            self._changed.set()  # `Child.poll` continues a stopped server
             if not self._hvdrun_gone and silence(self._connection.socket) > SILENCE:
                 self._lose_hvdrun()
             if os.getppid() != self._parent and not self._stopped:
@@ -203,7 +213,7 @@ class Worker:
             with channel.in_folder(self._folder) as short:
                 ear.bind(f"{short}/tell")
             ear.setblocking(False)
-            child = self._child = self._start(order)
+            child = self._child = await self._start(order)
         except OSError as error:  # such as a full /dev/shm or a TMPDIR that cannot be written
             what = f"{order['command'][0]!r} on {socket.gethostname()}"
             await self._send_output("err", f"hvdrun: cannot start {what}: {error}\n".encode())
@@ -218,7 +228,7 @@ class Worker:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if isinstance(child, warm.Child):
+        if isinstance(child, fork_server.Child):
             self._loop.remove_reader(child.connection)
             child.connection.close()
         self._loop.remove_reader(ear)
@@ -231,7 +241,7 @@ class Worker:
         assert child.returncode is not None
         return child.returncode
 
-    def _start(self, order: dict[str, Any]) -> subprocess.Popen[bytes] | warm.Child:
+    async def _start(self, order: dict[str, Any]) -> subprocess.Popen[bytes] | fork_server.Child:
         """Start what `run_job` describes."""
         private_folder(Path(memory_folder(os.environ[JOB])))
         if part := order["part"]:
@@ -251,16 +261,16 @@ class Worker:
         for pipe in self._pipes:
             os.set_blocking(pipe, False)
         try:
-            if order["server"]:
-                found = warm.fork(self._server_folder(), order, self._environment, streams)
+            with contextlib.suppress(OSError):  # in a thread, as we must answer hvdrun meanwhile
+                found = await asyncio.to_thread(self._fork, order, streams)
                 if found is not None:
                     self._loop.add_reader(found.connection, self._changed.set)
                     return found
-            worker = os.getpid()
+            worker, warm = os.getpid(), {WARM: "1"} if order["server"] else {}
             return subprocess.Popen(
                 order["command"],
                 cwd=order["directory"],
-                env=self._environment | ({WARM: "1"} if order["server"] else {}),
+                env=self._environment | warm,
                 stdin=streams[0],
                 stdout=streams[1],
                 stderr=streams[2],
@@ -271,8 +281,15 @@ class Worker:
             for stream in streams:
                 os.close(stream)
 
-    def _server_folder(self) -> Path:
-        return _folder_path().with_name(f"hvdrun-{self._order['server']}")
+    def _fork(self, order: dict[str, Any], streams: tuple[int, ...]) -> fork_server.Child | None:
+        """Have a server of this host start it; None without one."""
+        environment = self._environment
+        if float(environment.get(fork_server.KEEP) or 0):
+            return fork_server.fork_kept(order, environment, streams)
+        if not order["server"]:
+            return None
+        self._address = fork_server.address_of(order["server"], order, environment)
+        return fork_server.fork(self._address, order, environment, streams)
 
     def _hear(self, ear: socket.socket) -> bool:
         """Pass on what hvd_keras tells; returns whether there was something."""
@@ -289,16 +306,18 @@ class Worker:
         return True
 
     def _start_server(self, told: dict[str, Any]) -> None:
-        folder = self._server_folder()
+        """Start what helps a restart, unless the command is a wrapper of the rank that has told."""
+        order, start = self._order, str(_folder_path())
+        if not self._address or told["command"][1:] != order["command"][1:]:
+            return
+        shared = early(self._environment) | told["changes"] | {JOB: order["server"]}
         # What is in this start's folder, as a library's cache may be, is not for later starts.
-        start = str(_folder_path())
-        shared, told["changes"] = (
-            {k: v for k, v in variables.items() if start not in (v or "")}
-            for variables in (self._environment, told["changes"])
-        )
-        shared["TMPDIR"] = str(folder)
+        shared = {k: v for k, v in shared.items() if v is not None and start not in v}
+        times = {"delay": SERVER_DELAY, "idle": SERVER_IDLE}
         with contextlib.suppress(OSError):  # then ranks are started anew
-            self._server = self._server or warm.start_server(folder, self._order, shared, told)
+            self._server = self._server or fork_server.start(
+                self._address, order, shared, told["modules"], **times
+            )
 
     async def _relay(self, pipe: int, name: str) -> None:
         """Pass on the command's output, no faster than hvdrun takes it."""

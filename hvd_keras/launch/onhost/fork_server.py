@@ -1,0 +1,446 @@
+"""Starts ranks in a tenth of a second: as forks of a process that has imported Keras.
+
+Each rank tells by `hvd.init()` what it has imported. For restarts, the first such word on a host
+has a worker start the server, which imports the same while the job runs. With `HVD_KEEP_IMPORTS`,
+the first job's workers start it, and later jobs find it. In a fork, which has the files, cores and
+environment of a worker, the script runs from its first line, as in a new Python. (The fork server
+of `multiprocessing` serves one process alone, and its forks leave out how Python ends.)
+"""
+
+import builtins
+import contextlib
+import ctypes
+import fcntl
+import functools
+import gc
+import hashlib
+import importlib
+import json
+import os
+import pkgutil
+import re
+import resource
+import runpy
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+from . import divide_python, program
+from .limits import SERVER_ANSWER, SERVER_START
+from .process import JOB, prepare
+
+# Environment variables: for how many seconds a server that all jobs share stays without a job; and
+# that a rank is a fork of such a server.
+KEEP = "HVD_KEEP_IMPORTS"
+FORKED = "HVDRUN_FORKED"
+
+_NICE = 10  # of the imports, beside ranks that train
+_HERE = Path(__file__).parent
+# Bytes of a message at most, and files that come with it.
+_MESSAGE, _FILES = 1 << 20, 100
+_PEER = struct.Struct("iII")  # its process, user and group
+_ROOM = 1 << 14  # bytes for the arguments of a fork, and for its environment beyond the server's
+_FILL = "HVDRUN_ROOM"  # the variable of the server that makes this room
+_OPTIONS = re.compile("-[uOB]+")  # those of Python that a server can take
+
+# Variables that nothing reads while Keras is imported, and that differ between ranks or jobs.
+_LATE = re.compile(
+    "(HVD|HVDRUN|OMPI|PMIX|PRTE|PMI|MPI|MPIR|MPICH|HYDRA|HYDI|SLURM|NCCL|UCX|TF_NUM|PYTEST)_.*"
+    "|CUDA_VISIBLE_DEVICES|TMPDIR|PWD|OLDPWD|SHLVL|_"
+)
+# What a fork has from its server and cannot change, in /proc/self/status.
+_STATUS = re.compile("^(?:Umask|Groups|SigBlk|Cap|NoNewPrivs|Seccomp).*", re.MULTILINE)
+
+# What no process can choose, and what each Python ignores.
+_OWN_SIGNALS = {signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE, signal.SIGXFSZ}
+
+
+def _socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # each message is received whole
+
+
+def _words(command: Sequence[str]) -> list[str]:
+    """Return the script, or ``-m`` and the module, and its arguments; empty for other programs."""
+    options, words = divide_python(command[1:])
+    is_script = bool(words) and (words[0] == "-m" or words[0].endswith(".py"))
+    is_python = re.fullmatch(r"python[\d.]*", os.path.basename(command[0]))
+    return words if is_script and is_python and all(map(_OPTIONS.fullmatch, options)) else []
+
+
+def early(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that may be read while Keras is imported."""
+    return {name: value for name, value in environment.items() if not _LATE.fullmatch(name)}
+
+
+def address_of(salt: str, order: Mapping[str, Any], environment: Mapping[str, str]) -> str:
+    """Return the address of the server whose forks are as a new process of this one would be.
+
+    It needs no file. Raises OSError if this process cannot know all that matters.
+
+    Args:
+        salt: a text known to the jobs that share the server.
+        order: what `run_job` describes.
+        environment: that of a rank.
+    """
+    this, found = Path("/proc/self"), early(environment)
+    if "PYTHONPATH" in found:
+        folders = found["PYTHONPATH"].split(":")
+        found["PYTHONPATH"] = ":".join(os.path.join(order["directory"], x) for x in folders)
+    options = order["command"][: len(order["command"]) - len(_words(order["command"]))]
+    same = [salt, options, sorted(found.items()), os.stat("/").st_ino, os.stat(__file__).st_mtime]
+    same += [os.sched_getscheduler(0), *map(resource.getrlimit, range(16))]
+    same += [os.getpriority(os.PRIO_PROCESS, 0), _STATUS.findall((this / "status").read_text())]
+    same += [(this / name).read_text() for name in ("cgroup", "personality", "oom_score_adj")]
+    same += [os.readlink(path) for path in sorted((this / "ns").iterdir())]
+    return f"\0hvdrun-{os.geteuid()}-{hashlib.sha256(repr(same).encode()).hexdigest()}"
+
+
+def start(
+    address: str,
+    order: Mapping[str, Any],
+    environment: Mapping[str, str],
+    modules: Mapping[str, str | None],
+    *,
+    delay: float = 0.0,
+    idle: float,
+) -> socket.socket | None:
+    """Start this host's server at an address, unless it has one, or cannot fork the command.
+
+    Args:
+        address: of `address_of`.
+        order: as there.
+        environment: that of the server.
+        modules: what to import, and from which files; None: from any.
+        delay: seconds until the imports, which then leave the processor to others.
+        idle: how many seconds after its last connection it ends.
+
+    Returns:
+        A connection that keeps it; None if none was started.
+    """
+    command: list[str] = order["command"]
+    words = _words(command)
+    if not words:
+        return None
+    with _socket() as listener:
+        try:
+            listener.bind(address)
+        except OSError:  # another worker has started it
+            return None
+        listener.listen(socket.SOMAXCONN)
+        options = command[1 : len(command) - len(words)]
+        room = "." * (_ROOM + sum(len(os.fsencode(f"{k}={v}")) for k, v in environment.items()))
+        words = [str(delay), str(idle), json.dumps(modules), "." * _ROOM]
+        subprocess.Popen(
+            [command[0], *options, *program("launch.onhost.fork_server")[3:], *words],
+            cwd=order["directory"],
+            env={**environment, _FILL: room},
+            stdin=listener.fileno(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # it outlives the job's first start
+        )
+    connection = _socket()
+    connection.connect(address)
+    return connection
+
+
+class Child:
+    """A process that a server has forked, as `subprocess.Popen` shows one."""
+
+    def __init__(self, connection: socket.socket, server: int, process: int) -> None:
+        self.connection, self._server, self.pid = connection, server, process
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return how it has ended; None if it has not."""
+        if self.returncode is None:
+            try:
+                data = self.connection.recv(_MESSAGE)
+            except BlockingIOError:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._server, signal.SIGCONT)  # while it is stopped, it tells nothing
+                return None
+            # Without its server, it is killed.
+            self.returncode = json.loads(data) if data else -signal.SIGKILL
+        return self.returncode
+
+
+def fork(
+    address: str,
+    order: Mapping[str, Any],
+    environment: Mapping[str, str],
+    streams: Sequence[int],
+    patience: float = SERVER_ANSWER,
+) -> Child | None:
+    """Have a server start a rank; None if no server answers.
+
+    Args:
+        address: of `address_of`.
+        order: as there.
+        environment: that of the rank.
+        streams: its standard input, output and error stream.
+        patience: seconds until the answer.
+    """
+    # MPICH's ranks talk to mpirun through a descriptor that they inherit.
+    there = [n for n in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{n}")]
+    inherited = [n for n in map(int, there) if n > 2 and os.get_inheritable(n)]
+    rank = {
+        "descriptors": [0, 1, 2, *inherited],
+        "environment": dict(environment),
+        "cores": list(os.sched_getaffinity(0)),
+        "ignored": [n for n in signal.valid_signals() if signal.getsignal(n) == signal.SIG_IGN],
+    }
+    connection = _socket()
+    connection.settimeout(patience)
+    try:
+        connection.connect(address)
+        _refuse_others(connection)
+        message = json.dumps({**order, **rank}).encode()
+        socket.send_fds(connection, [message], [*streams, *inherited])
+        server, process = json.loads(connection.recv(_MESSAGE))
+    except (OSError, ValueError):
+        connection.close()
+        return None
+    connection.setblocking(False)
+    return Child(connection, server, process)
+
+
+def fork_kept(
+    order: Mapping[str, Any], environment: Mapping[str, str], streams: Sequence[int]
+) -> Child | None:
+    """Fork, as `fork` does, from the server that all jobs share, which is started if needed."""
+    address, shared = address_of("", order, environment), early(environment)
+    is_legacy = environment.get("TF_USE_LEGACY_KERAS", "0").lower() in ("1", "true")
+    modules = {"tensorflow" if is_legacy else "keras": None}
+    kept = start(address, order, shared, modules, idle=float(environment[KEEP]))
+    try:
+        return fork(address, order, {**environment, FORKED: "1"}, streams, SERVER_START)
+    finally:
+        if kept is not None:
+            kept.close()
+
+
+def _refuse_others(connection: socket.socket) -> None:
+    """Raise PermissionError if the other end is another user's: anybody can take an address."""
+    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    if _PEER.unpack(peer)[1] != os.geteuid():
+        raise PermissionError
+
+
+def _serve(listener: socket.socket, idle: float) -> socket.socket | None:
+    """Fork a keeper for each worker that connects, which returns that; None at the end."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers leave no zombies
+    unneeded = 0  # at how many looks in a row there was no keeper
+    while unneeded < 2:
+        if select.select([listener], [], [], idle)[0]:
+            connection, _ = listener.accept()
+            with contextlib.suppress(OSError):  # there is no room for a process
+                if os.fork() == 0:
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    listener.close()
+                    return connection
+            connection.close()
+            unneeded = 0
+        else:
+            try:
+                os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                unneeded += 1
+    return None
+
+
+def _keep(connection: socket.socket, started: float) -> tuple[dict[str, Any], list[int]]:
+    """Fork a worker's rank and tell how it ends; returns in the rank the order and the files."""
+    _refuse_others(connection)
+    message, given, _, _ = socket.recv_fds(connection, _MESSAGE, _FILES)
+    order = json.loads(message)
+    order["keeper"] = os.getpid()
+    # As those of a worker, for `settings.launched_above`.
+    _show(["hvdrun: keeps a rank"], {**order["environment"], "HVDRUN_SECRET": ""})
+    if not _are_current(order, started) or select.select([connection], [], [], 0)[0]:
+        raise TimeoutError  # the worker waits no more
+    process = os.fork()
+    if process == 0:
+        connection.close()
+        return order, given
+    for descriptor in given:
+        os.close(descriptor)
+    over = threading.Event()
+
+    def tell_end() -> None:
+        found = os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)  # its number stays its own
+        assert found is not None
+        over.set()
+        sign = 1 if found.si_code == os.CLD_EXITED else -1
+        with contextlib.suppress(OSError):  # the worker has died
+            connection.send(json.dumps(sign * found.si_status).encode())
+
+    with contextlib.suppress(OSError):
+        os.setpgid(process, process)  # the worker may send the group a signal at once
+        connection.send(json.dumps([os.getpid(), process]).encode())
+        threading.Thread(target=tell_end).start()
+        connection.recv(1)  # the worker knows the end, or has died
+    if not over.is_set():
+        os.kill(process, signal.SIGKILL)  # it may have left its group
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process, signal.SIGKILL)
+    os._exit(0)
+
+
+def _are_current(order: Mapping[str, Any], started: float) -> bool:
+    """Whether a new Python would import the same; the server ends if its packages have changed."""
+    places = {
+        name.partition(".")[0]: module.__file__
+        for name, module in sys.modules.items()
+        if name.partition(".")[0] not in ("__main__", "hvd_keras")
+        and getattr(module, "__file__", None)
+    }
+    if any(os.stat(place).st_mtime > started for place in filter(None, places.values())):
+        os.kill(os.getppid(), signal.SIGTERM)
+        return False
+    os.chdir(order["directory"])
+    there = {name.partition(".")[0] for name in os.listdir(folder_of(_words(order["command"])))}
+    return not places.keys() & there - {"hvd_keras", "__main__"}
+
+
+def _take(order: Mapping[str, Any], given: Sequence[int], made: Mapping[str, str]) -> list[str]:
+    """Give a fork what a new process of the worker would have; returns the words to run.
+
+    The imports have `made` variables of the environment.
+    """
+    prepare(order["keeper"], order["open_files"])
+    wanted = order["descriptors"]
+    above = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, max(wanted) + 1) for one in given]
+    for descriptor in given:
+        os.close(descriptor)
+    for number, descriptor in zip(wanted, above, strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.sched_setaffinity(0, order["cores"])
+    for number in signal.valid_signals() - _OWN_SIGNALS:
+        usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in order["ignored"] else usual)
+    _show(order["command"], {**order["environment"], **made})
+    tempfile.tempdir = None  # as an import may have found it
+    for name in {"numpy", "torch"} & sys.modules.keys():  # Python's own differ in each fork
+        sys.modules[name].random.seed()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "hvd_keras"]:
+        del sys.modules[name]  # the package of `__main__.py`
+    importlib.invalidate_caches()
+    words = _words(order["command"])
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, folder_of(words))
+    sys.orig_argv = order["command"]
+    return words
+
+
+def _show(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Take an environment, and show others, such as `sweep` and `ps`, both as those of the process.
+
+    They read the memory in which the kernel has put the first arguments and environment.
+    """
+    os.environ.clear()
+    os.environ.update(environment)  # in other memory
+    names = sorted(environment, key=JOB.__ne__)  # that one first, in case that not all fits
+    texts = [f"{name}={environment[name]}" for name in names if name != _FILL]
+    start, middle, place, end = _memory()
+    for first, last, words in (start, middle, command), (place, end, texts):
+        data = b"\0".join(map(os.fsencode, words))[: last - first - 1]
+        ctypes.memset(first, 0, last - first)
+        ctypes.memmove(first, data, len(data))
+
+
+def _memory() -> list[int]:
+    """Return where the arguments and the environment begin and end; zeros if nobody may know."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    return list(map(int, fields[45:49]))
+
+
+def folder_of(words: Sequence[str]) -> str:
+    """Return what Python puts first into ``sys.path`` for a script, or for ``-m`` and a module."""
+    return os.getcwd() if words[0] == "-m" else os.path.dirname(os.path.realpath(words[0]))
+
+
+def run(words: list[str]) -> None:
+    """Run a script, or ``-m`` and a module, with its arguments as Python does."""
+    sys.excepthook = functools.partial(_print_error, sys.excepthook)
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], {"__builtins__": builtins}, "__main__", alter_sys=True)
+        return
+    sys.argv = words
+    path = os.path.abspath(words[0])
+    if pkgutil.get_importer(path) is not None:  # a folder or a zip file, with a __main__.py
+        runpy.run_path(path, run_name="__main__")
+        return
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__file__ = path
+    main.__loader__ = loader = SourceFileLoader("__main__", path)
+    vars(main).update(__builtins__=builtins, __cached__=None)
+    exec(loader.source_to_code(loader.get_data(path), path), main.__dict__)
+
+
+def _print_error(
+    hook: Callable[..., object],
+    kind: type[BaseException],
+    error: BaseException,
+    traceback: TracebackType | None,
+) -> None:
+    """Call this ``sys.excepthook`` with an error from where the script begins."""
+    first = step = traceback
+    while step is not None:
+        if Path(step.tb_frame.f_code.co_filename).parent == _HERE:
+            first = step.tb_next
+        step = step.tb_next
+    hook(kind, error.with_traceback(first), first)
+
+
+def _import(names: Sequence[str], niceness: int) -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+    for name in names:
+        importlib.import_module(name)
+
+
+def main() -> int:
+    """Run the server, or a rank in a fork of it; returns the status to exit with."""
+    delay, idle, modules = float(sys.argv[1]), float(sys.argv[2]), json.loads(sys.argv[3])
+    listener = socket.socket(fileno=os.dup(0))
+    with open(os.devnull) as null:
+        os.dup2(null.fileno(), 0)
+    time.sleep(delay)
+    started, before = time.time(), dict(os.environ)
+    # In a thread, because a process must not become less nice again.
+    niceness = os.getpriority(os.PRIO_PROCESS, 0) + (_NICE if delay else 0)
+    imports = threading.Thread(target=_import, args=[modules, niceness])
+    imports.start()
+    imports.join()
+    made = {name: value for name, value in os.environ.items() if value != before.get(name)}
+    files = [os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()]
+    # The script may have found others in another way.
+    fits = all(place in (None, sys.modules[name].__file__) for name, place in modules.items())
+    # A fork could not use an open GPU, and the clean-up has to find it.
+    if not fits or any("/dev/nvidia" in path for path in files) or not all(_memory()):
+        return 1
+    gc.collect()
+    gc.freeze()  # so that collections in the forks leave the pages shared
+    _show(["hvdrun: has imported", *modules], dict(os.environ))
+    connection = _serve(listener, idle)
+    if connection is None:
+        return 0
+    try:
+        rank = _keep(connection, started)
+    except (OSError, ValueError):  # the worker has died, or there is no room
+        os._exit(1)
+    run(_take(*rank, made))
+    return 0
