@@ -221,6 +221,13 @@ def main() -> int:
     last = given.first + given.seeds
     for first in range(given.first, last, TOGETHER):
         specs = {f"{s}": draw.draw(s) for s in range(first, min(first + TOGETHER, last))}
+        if given.auto:  # hvd.data.files needs hvd.init()
+            specs = {
+                name: draw.legal(
+                    {**spec, "data": "rows"} if spec.get("data") == "tfrecord" else spec
+                )
+                for name, spec in specs.items()
+            }
         found, nothing = run(specs, sizes, how)
         counts += {"programs": len(specs), "differ": len(found), "prove nothing": len(nothing)}
         for name, why in nothing.items():
