@@ -24,8 +24,7 @@ from hvd_keras.auto.places import (
     Rows,
     UnknownError,
     Value,
-    function_of,
-    in_order,
+    inlined,
     unknown,
 )
 from hvd_keras.auto.rules import RULES, Plan, elementwise, linear, rule
@@ -148,27 +147,11 @@ class Body:
     def __init__(self, graph: Any, inputs: list[Value]) -> None:
         self.inputs, self.nodes = inputs, list[Node]()
         self._shapes = Shapes(inputs)
-        self.outputs = self._inline(graph, inputs)
-
-    def _inline(self, graph: Any, arguments: list[Value]) -> list[Value]:
-        found = {id(t): v for t, v in zip(graph.inputs, arguments, strict=True)}
-        for op in in_order(graph):
-            if op.type == "NoOp" or (op.outputs and all(id(t) in found for t in op.outputs)):
-                continue
-            values = [found[id(t)] for t in op.inputs]
-            body = function_of(graph, op)
-            if body is not None:
-                results = self._inline(body, values)
-            elif op.type in ("ReadVariableOp", "IdentityN") or (
-                op.type == "Identity" and values[0].dtype == tf.variant
-            ):
-                results = values
-            else:
-                results = self._place(op, graph, values)
-            found.update({id(t): v for t, v in zip(op.outputs, results, strict=True)})
-        return [found[id(t)] for t in graph.outputs]
+        self.outputs = inlined(graph, inputs, self._place)
 
     def _place(self, op: Any, graph: Any, values: list[Value]) -> list[Value]:
+        if op.type == "ReadVariableOp":
+            return values
         node = Node(op, values, graph)
         if op.op_def.is_stateful or any(a.HasField("func") for a in op.node_def.attr.values()):
             raise UnknownError(op.type)

@@ -23,14 +23,23 @@ STOP, NEW, AGAIN = -1, -2, -3
 
 _FAILED = "this step has failed on rank"
 
+#: Errors of a job that a rank has left; and whether one has left this job.
+LEFT = tf.errors.AbortedError, tf.errors.DeadlineExceededError
+is_over = False
+
 Failure = dict[str, Any]
 
 
 def turn(number: int = 0, failure: Failure | None = None) -> tuple[int, list[Failure]]:
     """Take a turn: the first rank gives a number, the others what has failed; all get both."""
-    mine = np.array([number, failure is not None])
-    (got,) = agree.run("allreduce", [mine], name="auto.turn")
-    failures = agree.gather_json("auto.failures", failure) if got[1] else []
+    global is_over
+    try:
+        mine = np.array([number, failure is not None])
+        (got,) = agree.run("allreduce", [mine], name="auto.turn")
+        failures = agree.gather_json("auto.failures", failure) if got[1] else []
+    except LEFT:
+        is_over = True
+        raise
     return int(got[0]), [one for one in failures if one is not None]
 
 
@@ -110,7 +119,7 @@ def cancel(collectives: Sequence[Collective], error: BaseException) -> BaseExcep
     refusals = Refusals(collectives)
     try:
         failures = command(AGAIN)
-    except tf.errors.AbortedError:  # a rank has left the job
+    except LEFT:
         return error
     refusals.end()
     first = next((one for one in failures if one["is_own"]), None)

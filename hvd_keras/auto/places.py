@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -148,6 +149,28 @@ def function_of(graph: Any, op: Any) -> Any:
     if op.type not in ("PartitionedCall", "StatefulPartitionedCall"):
         return None
     return getattr(graph._get_function(op.get_attr("f").name), "graph", None)
+
+
+def inlined(
+    graph: Any, arguments: list[Value], place: Callable[[Any, Any, list[Value]], list[Value]]
+) -> list[Value]:
+    """Call ``place`` for each op, its graph and inputs; return the outputs. Calls are inlined."""
+    found = {id(t): v for t, v in zip(graph.inputs, arguments, strict=True)}
+    for op in in_order(graph):
+        if op.type == "NoOp" or (op.outputs and all(id(t) in found for t in op.outputs)):
+            continue
+        values = [found[id(t)] for t in op.inputs]
+        body = function_of(graph, op)
+        if body is not None:
+            results = inlined(body, values, place)
+        elif op.type == "IdentityN" or (
+            op.type == "Identity" and values[0].dtype.name == "variant"
+        ):
+            results = values
+        else:
+            results = place(op, graph, values)
+        found.update({id(t): v for t, v in zip(op.outputs, results, strict=True)})
+    return [found[id(t)] for t in graph.outputs]
 
 
 def in_order(graph: Any) -> list[Any]:

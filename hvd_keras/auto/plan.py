@@ -22,8 +22,7 @@ from hvd_keras.auto.places import (
     UnknownError,
     Value,
     WholeError,
-    function_of,
-    in_order,
+    inlined,
     words,
 )
 from hvd_keras.auto.rules import RULES
@@ -63,7 +62,7 @@ class Plan:
                 self._exchange(value, Rows(0), 0, "scatter")
             arguments.append(self._rows_of(value) if is_divided else value)
         self._shapes = Shapes(arguments)
-        self.outputs = self._inline(graph, arguments)
+        self.outputs = inlined(graph, arguments, self._place_op)
         for value in self.outputs:
             self.level_of(value, ROOT)
         self.levels = 1 + max(
@@ -77,31 +76,16 @@ class Plan:
         rows.level, rows.source = 1, value
         return rows
 
-    def _inline(self, graph: Any, arguments: list[Value]) -> list[Value]:
-        found = {id(t): v for t, v in zip(graph.inputs, arguments, strict=True)}
-        for op in in_order(graph):
-            if op.type == "NoOp" or (op.outputs and all(id(t) in found for t in op.outputs)):
-                continue
-            if op.type == "Placeholder":
-                raise WholeError(f"its input {op.name} is unknown")
-            values = [found[id(t)] for t in op.inputs]
-            body = function_of(graph, op)
-            if body is not None:
-                results = self._inline(body, values)
-            elif op.type == "IdentityN" or (
-                op.type == "Identity" and values[0].dtype == tf.variant
-            ):
-                results = values
-            else:
-                node = Node(op, values, graph)
-                self.place(node)
-                results = node.outputs
-                if "While" in op.type:  # a variable is the same afterwards
-                    results = [
-                        values[i] if v.dtype == tf.resource else v for i, v in enumerate(results)
-                    ]
-            found.update({id(t): v for t, v in zip(op.outputs, results, strict=True)})
-        return [found[id(t)] for t in graph.outputs]
+    def _place_op(self, op: Any, graph: Any, values: list[Value]) -> list[Value]:
+        if op.type == "Placeholder":
+            raise WholeError(f"its input {op.name} is unknown")
+        node = Node(op, values, graph)
+        self.place(node)
+        if "While" not in op.type:
+            return node.outputs
+        # A variable is the same afterwards.
+        pairs = enumerate(node.outputs)
+        return [values[i] if v.dtype == tf.resource else v for i, v in pairs]
 
     def place(self, node: Node) -> None:
         """Place one op, whose inputs are placed."""

@@ -59,7 +59,7 @@ class Divided:
             return self._whole(*args, **kwargs)
         tensors = [x for x in leaves if isinstance(x, tf.Tensor)]
         rows = _rows(tensors)
-        if not rows:
+        if not rows or messages.is_over:
             return self._whole(*args, **kwargs)
         has = [_has(x, rows) for x in leaves]
         described = [_described(x, has_rows) for x, has_rows in zip(leaves, has, strict=True)]
@@ -111,7 +111,7 @@ class Divided:
         except (WholeError, UnknownError) as why:
             self._tell(str(why))
             return None
-        except tf.errors.AbortedError:  # a rank has left the job
+        except messages.LEFT:
             raise
         except Exception as error:  # nothing runs yet, so the function may stay as it is
             self._tell(f"it cannot be divided: {_first_line(error)}")
@@ -161,8 +161,8 @@ def _send(mine: Any, theirs: worker.Sent) -> Callable[[list[Any]], Any]:
 
     def run(tensors: list[Any]) -> Any:
         with messages.uninterrupted():
-            messages.command(number)
             try:
+                messages.command(number)
                 return mine(*tensors)
             except BaseException as error:
                 found = messages.cancel(theirs.collectives, error)

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import hvd_keras
 from hvd_keras import lifecycle
-from hvd_keras.auto import hook, messages, pace, scale, worker
+from hvd_keras.auto import hook, messages, pace, scale, session, worker
 from hvd_keras.auto.run import function
 from hvd_keras.runtime import rank_info, settings
 from hvd_keras.runtime.keras import is_legacy, replace, require
@@ -25,19 +25,27 @@ _is_stopped = False
 _process = 0  # that runs the script
 
 
-def auto(scale_batch: bool = False) -> None:
+def auto(scale_batch: bool = False, np: int | None = None, hosts: str | None = None) -> None:
     """Let all ranks do the work of this script of one process together.
 
     To be called as a script's first line; ``hvdrun --auto`` does so. The first rank alone runs the
     script from here on, with the results of one process; the others never return from this call.
     They compute their rows of each batch for it, until it ends: docs/auto.md.
 
+    With ``np`` or ``hosts``, in a notebook or a script that hvdrun has not started, it starts the
+    others with Open MPI, and this process is the first rank. If one of them dies, a step that is
+    divided raises an error; later steps are computed here alone.
+
     Args:
         scale_batch: as ``hvdrun --auto --scale-batch``: ``fit`` makes batches ``size()`` times
             larger, with a rate as much larger, and a warm-up; so it has other results.
+        np: the number of ranks to start, with this one.
+        hosts: where to start them, as ``hvdrun -H``, such as "a:2,b:2"; this host is the first.
 
     Raises:
-        RuntimeError: the script calls ``hvd.init()``, too; or Keras is ``tf_keras``.
+        RuntimeError: the script calls ``hvd.init()``, too; or Keras is ``tf_keras``; or hvdrun
+            cannot start the ranks.
+        ValueError: ``np`` or ``hosts`` are given in a job that is started already.
     """
     global _process
     if _process:
@@ -46,6 +54,8 @@ def auto(scale_batch: bool = False) -> None:
         _refuse_init()
     if is_legacy:
         raise RuntimeError("hvdrun --auto needs Keras 3, and TF_USE_LEGACY_KERAS is set. Unset it.")
+    if np or hosts:
+        session.start(np, hosts)
     _process = os.getpid()
     replace(sys, "excepthook", _tell_briefly)
     settings.wait_without_limit()

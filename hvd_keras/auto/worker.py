@@ -1,6 +1,7 @@
 """The loop of the ranks that run no script: they get functions and commands from the first rank."""
 
 import dataclasses
+import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ def send(function: Sent | None = None) -> Sent:
 
 def work() -> None:
     """Run what the first rank commands, until it stops."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank decides
     functions: list[tuple[Any, Sent]] = []
     refusals: messages.Refusals | None = None
     failure: messages.Failure | None = None

@@ -139,6 +139,11 @@ HVD_EXPORT int hvd_leave(const char* reason, double seconds) {
   return static_cast<int>(left);
 }
 
+// All that this rank waits for, and will, fails with this reason. After hvd_init().
+HVD_EXPORT void hvd_give_up(const char* reason) {
+  log_error([&](hvd::World& world) { world.recorder()->note_abort(reason); });
+}
+
 // This process's counters since hvd_init(), as JSON; see docs/observing.md.
 HVD_EXPORT const char* hvd_stats() {
   thread_local std::string text;

@@ -241,6 +241,63 @@ def test_the_faster_way_is_kept_and_told(launcher: Launcher) -> None:
     assert ("one process is faster in the" in line) == (together > alone), line
 
 
+# Prints losses before and after an interrupt, and after the death of a worker.
+SESSION = """
+import os, pathlib, signal, sys
+import hvd_keras as hvd
+if sys.argv[1] == "session":
+    hvd.auto(np=3)
+import keras, numpy as np
+x = np.random.default_rng(0).normal(size=(64, 6)).astype("float32")
+keras.utils.set_random_seed(1)
+net = keras.Sequential([keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
+net.compile("sgd", "mse")
+class Interrupt(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        os.kill(os.getpid(), signal.SIGINT)
+def fit(*callbacks):
+    history = net.fit(x, x[:, :1], batch_size=8, verbose=0, shuffle=False, callbacks=callbacks)
+    print(history.history["loss"][0])
+fit()
+try:
+    fit(Interrupt())
+except KeyboardInterrupt:
+    print("interrupted")
+fit()
+if sys.argv[1] == "session":
+    hvd.auto(np=3)  # as a cell that runs again
+    job = f"HVDRUN_JOB={os.environ['HVDRUN_JOB']}".encode()
+    for folder in pathlib.Path("/proc").glob("[0-9]*"):
+        command = (folder / "cmdline").read_bytes().split(b"\\0")
+        if command[1:3] == [b"-m", b"hvd_keras.auto.session"]:
+            variables = (folder / "environ").read_bytes().split(b"\\0")
+            if {b"OMPI_COMM_WORLD_RANK=2", job} <= {*variables}:
+                os.kill(int(folder.name), signal.SIGKILL)
+    before = net.get_weights()
+    try:
+        fit()
+    except Exception as error:
+        print(type(error).__name__, error, file=sys.stderr)
+    net.set_weights(before)
+fit()
+"""
+
+
+def test_a_session_starts_workers_and_outlives_them(launcher: Launcher) -> None:
+    path = launcher.folder / "session.py"
+    path.write_text(SESSION)
+    script = [sys.executable, str(path)]
+    options = {"cwd": launcher.folder, "capture_output": True, "text": True, "timeout": LIMIT}
+    environment = launcher.environment | {"HVD_AUTO": "divided"}
+    alone = subprocess.run([*script, "alone"], **options)
+    job = subprocess.run([*script, "session"], env=environment, **options)
+    assert (job.returncode, job.stdout.count("interrupted")) == (0, 1), job.stderr
+    assert len(numbers(job.stdout)) == 3
+    assert numbers(job.stdout) == pytest.approx(numbers(alone.stdout), rel=1e-4)
+    assert "a worker of hvd.auto has ended, and hvdrun has printed why" in job.stderr
+    assert "rank 2 failed first: killed by SIGKILL" in job.stderr
+
+
 @pytest.mark.slow
 def test_module_arguments_and_command(launcher: Launcher) -> None:
     launcher.script("import sys; print(sys.argv[1:], __name__)", "told.py")
@@ -268,6 +325,10 @@ def test_module_arguments_and_command(launcher: Launcher) -> None:
     job = auto(launcher, 2, "--horovod", "told.py")
     assert job.returncode == 2
     assert "got --auto and --horovod; expected one of them" in job.stderr
+    launcher.script("import hvd_keras as hvd; hvd.auto(np=2)", "starts.py")
+    job = launcher.run("-np", "2", "--oversubscribe", "starts.py")
+    assert job.returncode == 1
+    assert "hvd.auto: got np=2, hosts=None in a job of" in job.stderr
     launcher.script("import warnings; warnings.warn('odd'); open('made', 'x')", "makes.py")
     job = auto(launcher, 2, "makes.py")
     assert job.returncode == 0, job.stderr

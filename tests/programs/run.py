@@ -221,10 +221,10 @@ def main() -> int:
     last = given.first + given.seeds
     for first in range(given.first, last, TOGETHER):
         specs = {f"{s}": draw.draw(s) for s in range(first, min(first + TOGETHER, last))}
-        if given.auto:  # hvd.data.files needs hvd.init()
+        if given.auto:  # hvd.data needs hvd.init()
             specs = {
                 name: draw.legal(
-                    {**spec, "data": "rows"} if spec.get("data") == "tfrecord" else spec
+                    {k: v for k, v in spec.items() if k != "order" and v != "tfrecord"}
                 )
                 for name, spec in specs.items()
             }

@@ -1,0 +1,84 @@
+"""``hvd.auto(np=4)``: a session that hvdrun has not started gets workers, and is the first rank.
+
+hvdrun starts all ranks. The process of the first one runs this module, gives its environment to the
+session, which joins MPI in its place, and stays until the session ends.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+from hvd_keras.launch.onhost.cores import THREAD_VARIABLES
+from hvd_keras.runtime import libraries, settings
+
+_held: list[socket.socket] = []  # while it is open, the process of the first rank lives
+
+
+def start(np: int | None, hosts: str | None) -> None:
+    """Start workers, and make this process the first rank of their job, which it has not joined."""
+    if settings.launched()[0]:
+        raise ValueError(
+            f"hvd.auto: got np={np}, hosts={hosts!r} in a job of {settings.launched()[0]}, which "
+            "has started the ranks. Leave both out."
+        )
+    with tempfile.TemporaryDirectory(prefix="hvd_keras-") as folder:
+        path = str(Path(folder, "first"))
+        ear = socket.socket(socket.AF_UNIX)
+        ear.bind(path)
+        ear.listen()
+        ear.settimeout(0.1)
+        where = ["-H", hosts] if hosts else ["--oversubscribe"]
+        where += ["-np", str(np)] if np else []
+        module = [sys.executable, "-m", "hvd_keras.auto.session", path]
+        command = [sys.executable, "-m", "hvd_keras.hvdrun", *where, "--no-bind", *module]
+        # Ctrl-C is for the session alone.
+        job = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        first = _accept(ear, job)
+    with first.makefile() as text:
+        environment = json.loads(text.readline())
+    os.environ.update({k: v for k, v in environment.items() if k not in THREAD_VARIABLES})
+    settings.read.cache_clear()
+    _held.append(first)
+    threading.Thread(target=_watch, args=[first], daemon=True).start()
+
+
+def _accept(ear: socket.socket, job: "subprocess.Popen[bytes]") -> socket.socket:
+    while True:
+        try:
+            return ear.accept()[0]
+        except TimeoutError:
+            if job.poll() is not None:
+                raise RuntimeError(
+                    "hvd.auto: hvdrun could not start the ranks, and has printed why. The first "
+                    "of the hosts must be this one."
+                ) from None
+
+
+def _watch(first: socket.socket) -> None:
+    """When hvdrun ends the job, as a worker has died, let nothing wait for it."""
+    first.recv(1)
+    libraries.core().hvd_give_up(b"a worker of hvd.auto has ended, and hvdrun has printed why")
+
+
+def _stand_in(path: str) -> None:
+    """Be the first rank's process until the session ends."""
+    session = socket.socket(socket.AF_UNIX)
+    try:
+        session.connect(path)
+    except OSError:
+        sys.exit("hvd.auto: the first of the hosts must be that of the session")
+    session.sendall(json.dumps(dict(os.environ)).encode() + b"\n")
+    session.recv(1)
+
+
+if __name__ == "__main__":
+    if settings.launched_rank():
+        from hvd_keras.auto.start import auto
+
+        auto()
+    _stand_in(sys.argv[1])
