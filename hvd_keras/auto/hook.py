@@ -1,6 +1,7 @@
 """Lets the steps of Keras's models and the script's own ``tf.function`` run on all ranks."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -39,11 +40,7 @@ def _run(model: Any, step: Divided, of_keras: Callable[[Any], Any], iterator: An
         # Keras finds the end of unknown data in a step, which may then have counted as one.
         return of_keras(iterator)
     outputs = step(batch)
-    for _ in range(model.steps_per_execution - 1):
-        try:
-            batch = next(iterator)
-        except StopIteration:
-            break
+    for batch in itertools.islice(iterator, model.steps_per_execution - 1):
         outputs = step(batch)
     return outputs
 

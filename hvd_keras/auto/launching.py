@@ -10,9 +10,10 @@ from hvd_keras.launch.onhost import cores, divide_python
 from hvd_keras.launch.options import Extension
 
 SCALE_BATCH = "--scale-batch"
-#: To the module that runs the script: its threads may use all cores of the host, in steps that are
-#: not divided. The user has not set their number.
+#: To the module that runs the script: the user has not set its threads, which may use all cores.
 ALL_CORES = "--all-cores"
+#: To that module: it is of a session that has started the ranks.
+SESSION = "--session"
 
 
 def _add_to(parser: argparse.ArgumentParser) -> None:

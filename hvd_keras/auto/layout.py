@@ -5,8 +5,8 @@ from typing import Any
 
 from hvd_keras.auto.places import ALL, FULL, SUM, Dim, Dims, Node, Rows, UnknownError
 from hvd_keras.auto.rules import (
+    AFTER_LINEAR,
     Plan,
-    after_linear,
     all_of,
     axes_of,
     has_partial,
@@ -38,7 +38,7 @@ def reshaped(dims: list[Any], target: list[Any], place: Rows) -> tuple[Rows, lis
     raise UnknownError
 
 
-@after_linear("Reshape")
+@rule("Reshape", table=AFTER_LINEAR)
 def _reshape(node: Node) -> Plan:
     x, shape = node.inputs
     target = ints(shape)
@@ -48,7 +48,7 @@ def _reshape(node: Node) -> Plan:
     return [x.place, Dims(tuple(target))], [place]
 
 
-@after_linear("Squeeze")
+@rule("Squeeze", table=AFTER_LINEAR)
 def _squeeze(node: Node) -> Plan:
     (x,) = node.inputs
     axes = [a % x.rank for a in node.attr("squeeze_dims")]
@@ -57,7 +57,7 @@ def _squeeze(node: Node) -> Plan:
     return [x.place], [Rows(x.place.axis - sum(a < x.place.axis for a in axes), x.place.m)]
 
 
-@after_linear("ExpandDims")
+@rule("ExpandDims", table=AFTER_LINEAR)
 def _expand(node: Node) -> Plan:
     x = node.inputs[0]
     found = fixed(node.inputs[1])
@@ -67,7 +67,7 @@ def _expand(node: Node) -> Plan:
     return [x.place, all_of(node.inputs[1])], [Rows(x.place.axis + (at <= x.place.axis), x.place.m)]
 
 
-@after_linear("Transpose")
+@rule("Transpose", table=AFTER_LINEAR)
 def _transpose(node: Node) -> Plan:
     x, order = node.inputs
     known = fixed(order)

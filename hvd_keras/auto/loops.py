@@ -32,7 +32,6 @@ from hvd_keras.auto.shapes import Shapes
 from hvd_keras.auto.sizes import evaluate, ints
 
 CREATE = ("EmptyTensorList", "TensorListReserve", "TensorListFromTensor")
-UNIFORM = ("Fill", "BroadcastTo", "Tile")
 _number = itertools.count()
 
 
@@ -116,7 +115,7 @@ def _add(node: Node) -> Plan:
     return ([*lists] * len(node.inputs), [*lists]) if len(lists) == 1 else None
 
 
-@rule("TensorListReserve", "EmptyTensorList")
+@rule("TensorListReserve")
 def _empty(node: Node) -> Plan:
     return [ALL if ints(x) is None else _sizes(x) for x in node.inputs], [List(None)]
 
@@ -129,6 +128,8 @@ def _zeros_like(node: Node) -> Plan:
 
 def uniform(node: Node) -> Plan:
     """Equal numbers for each row: a size of the batch makes rows."""
+    if node.type not in ("Fill", "BroadcastTo", "Tile"):
+        return None
     x, shape = node.inputs if node.type != "Fill" else (node.inputs[1], node.inputs[0])
     found = ints(shape) or []
     at = [i for i, n in enumerate(found) if isinstance(n, Dim)]
@@ -162,8 +163,8 @@ class Body:
         local = [x.is_size for x in values]
         if node.outputs and all(v.sym is not None for v in node.outputs):
             node.needs = [x.place if x.place != FULL else ALL for x in values]
-        elif node.type in CREATE[:2] or any(x.place != FULL for x in values) or any(local):
-            found = uniform(node) if node.type in UNIFORM and any(local) else None
+        elif node.type == "TensorListReserve" or any(x.place != FULL for x in values) or any(local):
+            found = uniform(node) if any(local) else None
             found = found or (RULES[node.type](node) if node.type in RULES else None)
             if found is None or node.emit:
                 raise UnknownError(f"{node.type} of {[x.place for x in values]}")

@@ -1,5 +1,6 @@
 """Times a function's first steps, divided and by the first rank alone, and keeps the faster way."""
 
+import atexit
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +11,6 @@ from hvd_keras.runtime import log, rank_info, settings
 
 # Steps that are timed of each way, after one that is not; the fastest counts.
 _STEPS = 4
-
-_chosen: list[str] = []  # what is told at the end
 
 
 class Pace:
@@ -53,13 +52,5 @@ class Pace:
         if self._divides:
             log.logger.info("hvdrun --auto divides %s: one process takes %s", self._name, both)
         else:
-            _chosen.append(
-                f"hvdrun --auto: one process is faster in {self._name}: it takes {both}. Use more "
-                "hosts or a larger batch."
-            )
-
-
-def tell() -> None:
-    """Say at the end which functions one process has computed, and why."""
-    for text in _chosen:
-        log.warn_once(text)
+            text = f"hvdrun --auto: one process is faster in {self._name}: it takes {both}. Use"
+            atexit.register(log.warn_once, f"{text} more hosts or a larger batch.")  # at the end

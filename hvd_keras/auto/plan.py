@@ -95,7 +95,7 @@ class Plan:
         if node.outputs and all(v.sym is not None for v in node.outputs) and not is_stateful:
             node.needs, node.inputs, node.emit = [], [], "sizes"
             node.level = int(any(v.is_size for v in node.outputs))
-        elif any(x.place != FULL for x in node.inputs) or self._is_uniform(node):
+        elif any(x.place != FULL for x in node.inputs) or loops.uniform(node):
             self._divide(node)
         else:
             node.level = max((x.level for x in node.inputs), default=0)
@@ -109,9 +109,6 @@ class Plan:
         for value in node.outputs:
             value.level = node.level
         self.nodes.append(node)
-
-    def _is_uniform(self, node: Node) -> bool:
-        return node.type in loops.UNIFORM and loops.uniform(node) is not None
 
     def _divide(self, node: Node) -> None:
         inputs = node.inputs
@@ -142,7 +139,7 @@ class Plan:
             return [FULL]
         if node.type in ("While", "StatelessWhile"):
             return loops.place_while(self, node)
-        found = loops.uniform(node) if self._is_uniform(node) else None
+        found = loops.uniform(node)
         for value in node.outputs:
             value.is_uniform = found is not None
         if found is None and node.type in RULES:

@@ -24,6 +24,7 @@ from hvd_keras.auto.sizes import fixed, ints
 
 Plan = tuple[list[Any], list[Any]] | None
 RULES: dict[str, Callable[[Node], Plan]] = {}
+AFTER_LINEAR: dict[str, Callable[[Node], Plan]] = {}  # of linear ops, if no input is a summand
 
 _ELEMENTWISE = words(
     """
@@ -63,11 +64,11 @@ _ROWWISE = {
 _LEAST_RANK = {"TopKV2": 2, "AdjustContrastv2": 4}
 
 
-def rule(*names: str) -> Callable[[Any], Any]:
+def rule(*names: str, table: dict[str, Any] = RULES) -> Callable[[Any], Any]:
     """Register the rule of these ops."""
 
     def add(f: Any) -> Any:
-        RULES.update(dict.fromkeys(names, f))
+        table.update(dict.fromkeys(names, f))
         return f
 
     return add
@@ -97,7 +98,7 @@ _SCALING = words("Mul RealDiv DivNoNan")
 def linear(node: Node) -> Plan:
     """Sums stay summands; the rest of these ops' rules is below."""
     if not has_partial(node) or rows_of(node):
-        return _AFTER_LINEAR[node.type](node)
+        return AFTER_LINEAR[node.type](node)
     first, *others = node.inputs
     sums = [x.place == SUM for x in node.inputs]
     if node.type == "Cast":
@@ -138,6 +139,7 @@ def elementwise(node: Node) -> Plan:
 
 
 RULES.update(dict.fromkeys(_ELEMENTWISE, elementwise) | {n: RULES[n] for n in RULES})
+AFTER_LINEAR.update(dict.fromkeys([*_ADDITIVE, *_SCALING], elementwise))
 
 
 @rule("Select")
@@ -169,7 +171,7 @@ def _bitcast(node: Node) -> Plan:
 
 def _rowwise(node: Node) -> Plan:
     signature = _ROWWISE[node.type]
-    if signature is None or has_partial(node):
+    if has_partial(node):
         return None
     if node.inputs[0].rank < _LEAST_RANK.get(node.type, 1):
         return None
@@ -310,18 +312,3 @@ def _matmul(node: Node) -> Plan:
     return _contract(
         node, [one + ("ki" if ta else "ik"), two + ("jk" if tb else "kj")], dots + "ij"
     )
-
-
-_AFTER_LINEAR: dict[str, Callable[[Node], Plan]] = dict.fromkeys(
-    [*_ADDITIVE, *_SCALING], elementwise
-)
-
-
-def after_linear(name: str) -> Callable[[Any], Any]:
-    """Register the rule of a linear op for inputs that are no summands."""
-
-    def add(f: Any) -> Any:
-        _AFTER_LINEAR[name] = f
-        return f
-
-    return add

@@ -25,7 +25,6 @@ _MOST_TRACES = 16  # each takes seconds
 # must not wait for it.
 _busy = threading.Lock()
 _sent = 0  # how many functions the workers have
-_UNDIVIDED = (tf.Variable, tf.__internal__.CompositeTensor)
 
 
 class Divided:
@@ -54,7 +53,7 @@ class Divided:
         both: Any = (args, kwargs)
         leaves = [_tensor(x) for x in tf.nest.flatten(both)]
         args, kwargs = tf.nest.pack_sequence_as(both, leaves)
-        if any(isinstance(x, _UNDIVIDED) for x in leaves):
+        if any(isinstance(x, (tf.Variable, tf.__internal__.CompositeTensor)) for x in leaves):
             self._tell("an argument is a variable, an iterator, or a ragged or sparse tensor")
             return self._whole(*args, **kwargs)
         tensors = [x for x in leaves if isinstance(x, tf.Tensor)]

@@ -107,9 +107,7 @@ def _prod(node: Node, x: Any, axes: Any) -> Any:
 
 
 _EVAL: dict[str, Callable[..., Any]] = {
-    "Identity": lambda node, x: x,
-    "StopGradient": lambda node, x: x,
-    "Cast": lambda node, x: x,
+    **dict.fromkeys(("Identity", "StopGradient", "Cast"), lambda node, x: x),
     "StridedSlice": _strided,
     "Slice": _slice,
     "Pack": _pack,

@@ -16,8 +16,10 @@ import tensorflow as tf
 
 import hvd_keras
 from hvd_keras import lifecycle
-from hvd_keras.auto import hook, messages, pace, scale, session, worker
+from hvd_keras.auto import hook, messages, scale, worker
+from hvd_keras.auto.launching import SESSION
 from hvd_keras.auto.run import function
+from hvd_keras.launch import session
 from hvd_keras.runtime import rank_info, settings
 from hvd_keras.runtime.keras import is_legacy, replace, require
 
@@ -55,7 +57,7 @@ def auto(scale_batch: bool = False, np: int | None = None, hosts: str | None = N
     if is_legacy:
         raise RuntimeError("hvdrun --auto needs Keras 3, and TF_USE_LEGACY_KERAS is set. Unset it.")
     if np or hosts:
-        session.start(np, hosts)
+        session.start(np, hosts, sys.executable, "-m", "hvd_keras.auto", SESSION)
     _process = os.getpid()
     replace(sys, "excepthook", _tell_briefly)
     settings.wait_without_limit()
@@ -70,7 +72,8 @@ def auto(scale_batch: bool = False, np: int | None = None, hosts: str | None = N
     rows: list[tuple[Any, str, Callable[..., Any]]] = [
         *((keras.Model, f"make_{k}_function", hook.make) for k in ("train", "test", "predict")),
         (type(function(lambda: None)), "__call__", hook.call),
-        *((tf.compat.v1, f"disable_{what}", _refuse_graphs) for what in _GRAPHS),
+        (tf.compat.v1, "disable_eager_execution", _refuse_graphs),
+        (tf.compat.v1, "disable_v2_behavior", _refuse_graphs),
         (os, "_exit", _exit),
         (sys, "excepthook", _stop_and_print),
     ]
@@ -81,9 +84,6 @@ def auto(scale_batch: bool = False, np: int | None = None, hosts: str | None = N
         require(owner, attribute, "for automatic mode")
         replace(owner, attribute, new)
     atexit.register(_stop)
-
-
-_GRAPHS = ("eager_execution", "v2_behavior")
 
 
 def prepare(model: Any) -> Any:
@@ -121,7 +121,6 @@ def _stop() -> None:
     global _is_stopped
     if not _is_stopped and os.getpid() == _process:
         _is_stopped = True
-        pace.tell()
         with contextlib.suppress(tf.errors.OpError):  # a rank has left the job
             messages.command(messages.STOP)
 

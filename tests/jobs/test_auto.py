@@ -269,7 +269,7 @@ if sys.argv[1] == "session":
     job = f"HVDRUN_JOB={os.environ['HVDRUN_JOB']}".encode()
     for folder in pathlib.Path("/proc").glob("[0-9]*"):
         command = (folder / "cmdline").read_bytes().split(b"\\0")
-        if command[1:3] == [b"-m", b"hvd_keras.auto.session"]:
+        if command[1:4] == [b"-m", b"hvd_keras.auto", b"--session"]:
             variables = (folder / "environ").read_bytes().split(b"\\0")
             if {b"OMPI_COMM_WORLD_RANK=2", job} <= {*variables}:
                 os.kill(int(folder.name), signal.SIGKILL)

@@ -260,13 +260,15 @@ def test_crossing(name):
 def test_loops():
     r = rows(4, 3, count=5)
     for kind in (keras.layers.LSTM, keras.layers.GRU, keras.layers.SimpleRNN):
-        layer = kind(3)
+        layer = keras.Sequential([kind(3, return_sequences=True), kind(2)])
         layer(r)
 
         def step(x, layer=layer):
             with tf.GradientTape() as tape:
+                tape.watch(x)
                 loss = tf.reduce_sum(layer(x) ** 2)
-            return [loss, *tape.gradient(loss, layer.trainable_weights)]
+            found, *more = tape.gradient(loss, [x, *layer.trainable_weights])
+            return [loss, tf.reduce_sum(found**2), *more]
 
         check(step, r)
 

@@ -1,7 +1,7 @@
-"""``hvd.auto(np=4)``: a session that hvdrun has not started gets workers, and is the first rank.
+"""Starts ranks for a notebook or another session that hvdrun has not started, as the first rank.
 
-hvdrun starts all ranks. The process of the first one runs this module, gives its environment to the
-session, which joins MPI in its place, and stays until the session ends.
+hvdrun starts all ranks. The process of the first one gives its environment to the session, which
+joins MPI in its place, and stays until the session ends.
 """
 
 import json
@@ -19,8 +19,18 @@ from hvd_keras.runtime import libraries, settings
 _held: list[socket.socket] = []  # while it is open, the process of the first rank lives
 
 
-def start(np: int | None, hosts: str | None) -> None:
-    """Start workers, and make this process the first rank of their job, which it has not joined."""
+def start(np: int | None, hosts: str | None, *command: str) -> None:
+    """Start ranks, and make this process the first one, which has not joined their job yet.
+
+    Args:
+        np: how many.
+        hosts: where; this host is the first.
+        command: what they run, with a path added to it; the first rank's calls ``stand_in``.
+
+    Raises:
+        ValueError: this process is in a job already.
+        RuntimeError: hvdrun cannot start them.
+    """
     if settings.launched()[0]:
         raise ValueError(
             f"hvd.auto: got np={np}, hosts={hosts!r} in a job of {settings.launched()[0]}, which "
@@ -34,10 +44,11 @@ def start(np: int | None, hosts: str | None) -> None:
         ear.settimeout(0.1)
         where = ["-H", hosts] if hosts else ["--oversubscribe"]
         where += ["-np", str(np)] if np else []
-        module = [sys.executable, "-m", "hvd_keras.auto.session", path]
-        command = [sys.executable, "-m", "hvd_keras.hvdrun", *where, "--no-bind", *module]
+        hvdrun = [sys.executable, "-m", "hvd_keras.hvdrun", *where, "--no-bind", "--no-init"]
         # Ctrl-C is for the session alone.
-        job = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        job = subprocess.Popen(
+            [*hvdrun, *command, path], stdin=subprocess.DEVNULL, start_new_session=True
+        )
         first = _accept(ear, job)
     with first.makefile() as text:
         environment = json.loads(text.readline())
@@ -65,7 +76,7 @@ def _watch(first: socket.socket) -> None:
     libraries.core().hvd_give_up(b"a worker of hvd.auto has ended, and hvdrun has printed why")
 
 
-def _stand_in(path: str) -> None:
+def stand_in(path: str) -> None:
     """Be the first rank's process until the session ends."""
     session = socket.socket(socket.AF_UNIX)
     try:
@@ -74,11 +85,3 @@ def _stand_in(path: str) -> None:
         sys.exit("hvd.auto: the first of the hosts must be that of the session")
     session.sendall(json.dumps(dict(os.environ)).encode() + b"\n")
     session.recv(1)
-
-
-if __name__ == "__main__":
-    if settings.launched_rank():
-        from hvd_keras.auto.start import auto
-
-        auto()
-    _stand_in(sys.argv[1])
