@@ -11,6 +11,8 @@ from hvd_keras.launch.options import Extension
 
 SCALE_BATCH = "--scale-batch"
 
+_THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+
 
 def _add_to(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("scripts without hvd_keras")
@@ -28,6 +30,10 @@ def _complete(given: argparse.Namespace, environment: Mapping[str, str]) -> None
         return
     if given.horovod:
         raise UsageError("got --auto and --horovod; expected one of them")
+    # The first rank may compute whole steps, as fast as one process.
+    given.bind = False
+    alone = {name: "0" for name in _THREADS if name not in environment}  # TensorFlow: all cores
+    given.settings = alone | given.settings
     if given.command:
         given.command = _inside(command_check.resolve(given.command), given.scale_batch)
 
