@@ -282,7 +282,8 @@ class Checkpoint(Callback):  # type: ignore[misc]
             fit.looks_at_data = False  # the first batch is that after those skipped
         if batches:
             own = variables.training_variables(self.model)
-            self._resuming = resuming.Resuming(fit, own, batches, not seeks, metrics)
+            reads = not seeks or getattr(fit.seekable, "yields_unread", False)
+            self._resuming = resuming.Resuming(fit, own, batches, reads, metrics)
 
     def _take_over(self, found: per_rank.Found, fit: Fit) -> list[Any]:
         """Give callbacks the state that they had; return the metrics' values for this rank."""

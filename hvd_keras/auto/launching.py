@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 
 from hvd_keras.launch import command_check
 from hvd_keras.launch.errors import UsageError
-from hvd_keras.launch.onhost import cores, divide_python
+from hvd_keras.launch.onhost import divide_python
 from hvd_keras.launch.options import Extension
 
 SCALE_BATCH = "--scale-batch"
-#: To the module that runs the script: the user has not set its threads, which may use all cores.
-ALL_CORES = "--all-cores"
-#: To that module: it is of a session that has started the ranks.
+#: To the module that runs the script: it is of a session that has started the ranks.
 SESSION = "--session"
+
+_THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 
 
 def _add_to(parser: argparse.ArgumentParser) -> None:
@@ -32,21 +32,23 @@ def _complete(given: argparse.Namespace, environment: Mapping[str, str]) -> None
         return
     if given.horovod:
         raise UsageError("got --auto and --horovod; expected one of them")
+    # The first rank may compute whole steps, as fast as one process.
     given.bind = False
-    flags = [SCALE_BATCH] * given.scale_batch
-    flags += [ALL_CORES] * environment.keys().isdisjoint(cores.THREAD_VARIABLES)
+    alone = {name: "0" for name in _THREADS if name not in environment}  # TensorFlow: all cores
+    given.settings = alone | given.settings
     if given.command:
-        given.command = _inside(command_check.resolve(given.command), flags)
+        given.command = _inside(command_check.resolve(given.command), given.scale_batch)
 
 
 EXTENSION = Extension({}, _add_to, _complete)
 
 
-def _inside(command: Sequence[str], flags: list[str]) -> list[str]:
+def _inside(command: Sequence[str], scale_batch: bool) -> list[str]:
     """Return the command of a Python script with the module that runs it, behind Python's flags."""
     options, words = divide_python(command[1:])
     if not command_check.is_python(command[0]) or not words or re.match("-(?!m$)", words[0]):
         raise UsageError(
             f"--auto got the command {' '.join(command)!r}; expected a Python script or -m module"
         )
-    return [command[0], *options, "-m", "hvd_keras.auto", *flags, *words]
+    module = ["-m", "hvd_keras.auto", *[SCALE_BATCH] * scale_batch]
+    return [command[0], *options, *module, *words]

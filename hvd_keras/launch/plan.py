@@ -62,7 +62,7 @@ def rank_environment(spec: JobSpec, size: int, directory: Path, job: str) -> dic
     if spec.is_local and given.postmortem is None:
         settings["HVDRUN_POSTMORTEM"] = str(directory / POSTMORTEM)
     if spec.is_local:
-        return settings | thread_settings(size, own, usable_cores())
+        return thread_settings(size, own, usable_cores()) | settings
     names = {name for name in own if name.startswith(options.PASSED_PREFIXES)}
     names |= {*options.PASSED, *given.env} & own.keys()
     return {name: own[name] for name in sorted(names)} | settings | {process.JOB: job}

@@ -29,6 +29,9 @@ _ATTRIBUTES = {
 }
 
 
+_ENDED = object()  # what data without another batch yield
+
+
 def metric_variables(model: Any) -> list[Any]:
     """Return the variables of a model's metrics."""
     found = {id(v): v for metric in model.metrics for v in metric.variables}
@@ -125,10 +128,10 @@ class Resuming:
                 continue
             # A list has batches that are read already, on PyTorch.
             if self._reads and not isinstance(found[-1], list):
-                if next(found[-1], None) is None:
-                    return  # the data have ended
+                if next(found[-1], _ENDED) is _ENDED:
+                    return
                 for _ in range(1, at_once):
-                    next(found[-1], None)
+                    next(found[-1], _ENDED)
             self.passed += at_once
 
     def put_back(self) -> None:

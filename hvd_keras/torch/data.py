@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-import hvd_keras
 from hvd_keras.data import reading, sources
 from hvd_keras.data import row_files as of_files
 from hvd_keras.data.row_files import files as files
@@ -300,6 +299,9 @@ class _Steps(torch.utils.data.Sampler):  # type: ignore[misc]
 class Loader(DataLoader):  # type: ignore[misc]
     """What ``fit`` takes: it neither shuffles nor divides a DataLoader."""
 
+    #: None takes the place of each batch that is not read.
+    yields_unread = True
+
     def __init__(
         self, reader: reading.Reader, passes: Passes, seed: int, pack: Any, **options: Any
     ) -> None:
@@ -328,10 +330,9 @@ class _Stream(torch.utils.data.IterableDataset):  # type: ignore[misc]
     """The batches of a sharded ``tf.data.Dataset``."""
 
     def __init__(self, source: Any, options: dict[str, Any]) -> None:
-        data = importlib.import_module("hvd_keras.data")
-        hvd_keras.data = sys.modules[__name__]  # what the import has replaced
-        self._batches = data.shard(source, **options)
-        (self.passes,) = data.passes_of(self._batches)
+        sharding = importlib.import_module("hvd_keras.data.tensorflow.sharding")
+        self._batches = sharding.shard(source, **options)
+        (self.passes,) = sharding.passes_of(self._batches)
         self._sample()  # refuses what torch has no tensors for
 
     def __len__(self) -> int:

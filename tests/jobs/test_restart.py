@@ -429,6 +429,28 @@ def test_imports_are_kept_between_jobs(hvdrun: Launcher) -> None:
     assert hvdrun.run("-np", "1", script).stdout == "[0] False\n"
 
 
+def test_imports_are_kept_while_they_are_current(hvdrun: Launcher) -> None:
+    """They are those of the same environment, and of files that have not changed since."""
+    own = hvdrun.folder / "own"
+    own.mkdir()
+    module = own / "sitecustomize.py"
+    module.write_text("import os; value = 1, os.environ.get('TF_ANY')")
+    script = hvdrun.script("""
+        import sitecustomize, sys
+        print("keras" in sys.modules, *sitecustomize.value)
+    """)
+
+    def run(**more: str) -> str:
+        env = hvdrun.environment | {"PYTHONPATH": str(own), **more}
+        return hvdrun.run("-np", "1", script, env=env).stdout
+
+    assert run() == "[0] True 1 None\n"
+    assert run(TF_ANY="7") == "[0] True 1 7\n"
+    module.write_text("value = 2,")
+    assert run() == "[0] False 2\n"
+    assert run() == "[0] True 2\n"
+
+
 STUCK = """
 import glob, os, re, signal, sys, time
 open(f"began-{os.getpid()}", "w").close()

@@ -65,7 +65,7 @@ def test_every_home_has_its_names() -> None:
 def test_every_public_name_of_horovod_exists_or_is_listed() -> None:
     for section, rows in names.TABLE.items():
         for row in rows:
-            if row.state != "same":
+            if row.state != "same" and row.home:  # not of Horovod's own modules
                 assert row.note, f"{section}: {row.names} says not what to use"
 
 

@@ -104,6 +104,8 @@ IMPOSSIBLE: list[Rule] = [
     (lambda s: s.option not in ("use_ema", "ema_overwrites"), ["callbacks:swap_ema"]),
     # Keras itself builds it anew in each trace of a step.
     (lambda s: s.style == "unbuilt" and s.optimizer == "ScheduleFreeAdamW", ["style"]),
+    # Alone it is built earlier, and a file of weights has the state of what is built.
+    (lambda s: s.optimizer == "ScheduleFreeAdamW", ["then:weights"]),
     # Rounding makes one process differ from itself.
     (lambda s: s.precision != "float32" and s.optimizer not in ("SGD", "Momentum"), ["optimizer"]),
     # No process has the rows that "share" leaves out: 2 and 3 ranks must leave out equally many.

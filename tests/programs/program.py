@@ -150,9 +150,11 @@ class Program:
         history = self.model.fit(**given, **arguments, **self.validation.validation()).history
         for key, values in history.items():
             in_first = not key.startswith("val_") or spec.validation_freq == 1
-            # That of a fit that goes on after a restart begins with the second epoch.
-            lacks = spec.restart != "none" and self.step == "fit" and not self.hvd and in_first
-            found = np.asarray(values[lacks:], "float64")
+            # That of a fit that goes on after a restart begins with the second epoch, or the first:
+            # an exception may come before all ranks have written their parts of a checkpoint.
+            has_restarted = spec.restart != "none" and self.step == "fit" and in_first
+            first = max(0, len(values) - spec.epochs + 1) if has_restarted else 0
+            found = np.asarray(values[first:], "float64")
             compared = spec.average and (key.startswith("val_") or not spec.pads_training)
             self.seen[f"{self.step} history {key}"] = found if compared else len(found)
         self.look()

@@ -151,7 +151,7 @@ async def listen(
     """A job of so many ranks that waits for its workers, and its address."""
     output = Output(True, None, False, Signals())
     told = (output, Statistics(), lambda: None, False, call)
-    ranks = Ranks(size, ["127.0.0.1"], SECRET, launcher.LIMIT, folder, {}, *told)
+    ranks = Ranks(size, ["127.0.0.1"], SECRET, launcher.LIMIT, folder, {}, *told, True)
     host, _, port = ranks.addresses.rpartition(":")
     ranks.open({"command": ["true"], "environment": {}})
     return ranks, (host, int(port))

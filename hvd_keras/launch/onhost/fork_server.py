@@ -7,20 +7,16 @@ environment of a worker, the script runs from its first line, as in a new Python
 of `multiprocessing` serves one process alone, and its forks leave out how Python ends.)
 """
 
-import builtins
 import contextlib
 import ctypes
 import fcntl
-import functools
 import gc
 import hashlib
 import importlib
 import json
 import os
-import pkgutil
 import re
 import resource
-import runpy
 import select
 import signal
 import socket
@@ -30,15 +26,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from importlib.machinery import SourceFileLoader
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType, TracebackType
 from typing import Any
 
 from . import divide_python, program
 from .limits import SERVER_ANSWER, SERVER_START
 from .process import JOB, prepare
+from .script import folder_of, run
 
 # Environment variables: for how many seconds a server that all jobs share stays without a job; and
 # that a rank is a fork of such a server.
@@ -46,7 +41,6 @@ KEEP = "HVD_KEEP_IMPORTS"
 FORKED = "HVDRUN_FORKED"
 
 _NICE = 10  # of the imports, beside ranks that train
-_HERE = Path(__file__).parent
 # Bytes of a message at most, and files that come with it.
 _MESSAGE, _FILES = 1 << 20, 100
 _PEER = struct.Struct("iII")  # its process, user and group
@@ -238,13 +232,15 @@ def _refuse_others(connection: socket.socket) -> None:
         raise PermissionError
 
 
-def _serve(listener: socket.socket, idle: float) -> socket.socket | None:
+def _serve(listener: socket.socket, idle: float, started: float) -> socket.socket | None:
     """Fork a keeper for each worker that connects, which returns that; None at the end."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers leave no zombies
     unneeded = 0  # at how many looks in a row there was no keeper
     while unneeded < 2:
         if select.select([listener], [], [], idle)[0]:
             connection, _ = listener.accept()
+            if any(os.stat(place).st_mtime > started for place in _places().values()):
+                return None  # what was imported has changed
             with contextlib.suppress(OSError):  # there is no room for a process
                 if os.fork() == 0:
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -260,7 +256,7 @@ def _serve(listener: socket.socket, idle: float) -> socket.socket | None:
     return None
 
 
-def _keep(connection: socket.socket, started: float) -> tuple[dict[str, Any], list[int]]:
+def _keep(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Fork a worker's rank and tell how it ends; returns in the rank the order and the files."""
     _refuse_others(connection)
     message, given, _, _ = socket.recv_fds(connection, _MESSAGE, _FILES)
@@ -268,8 +264,10 @@ def _keep(connection: socket.socket, started: float) -> tuple[dict[str, Any], li
     order["keeper"] = os.getpid()
     # As those of a worker, for `settings.launched_above`.
     _show(["hvdrun: keeps a rank"], {**order["environment"], "HVDRUN_SECRET": ""})
-    if not _are_current(order, started) or select.select([connection], [], [], 0)[0]:
-        raise TimeoutError  # the worker waits no more
+    os.chdir(order["directory"])
+    beside = {name.partition(".")[0] for name in os.listdir(folder_of(_words(order["command"])))}
+    if beside & _places().keys() or select.select([connection], [], [], 0)[0]:
+        raise TimeoutError  # a new Python would import others; or the worker waits no more
     process = os.fork()
     if process == 0:
         connection.close()
@@ -298,20 +296,11 @@ def _keep(connection: socket.socket, started: float) -> tuple[dict[str, Any], li
     os._exit(0)
 
 
-def _are_current(order: Mapping[str, Any], started: float) -> bool:
-    """Whether a new Python would import the same; the server ends if its packages have changed."""
-    places = {
-        name.partition(".")[0]: module.__file__
-        for name, module in sys.modules.items()
-        if name.partition(".")[0] not in ("__main__", "hvd_keras")
-        and getattr(module, "__file__", None)
-    }
-    if any(os.stat(place).st_mtime > started for place in filter(None, places.values())):
-        os.kill(os.getppid(), signal.SIGTERM)
-        return False
-    os.chdir(order["directory"])
-    there = {name.partition(".")[0] for name in os.listdir(folder_of(_words(order["command"])))}
-    return not places.keys() & there - {"hvd_keras", "__main__"}
+def _places() -> dict[str, str]:
+    """Return a file of each imported package or module, by its name."""
+    found = {name.partition(".")[0]: module for name, module in sys.modules.items()}
+    places = {name: getattr(module, "__file__", None) for name, module in found.items()}
+    return {k: v for k, v in places.items() if v and k not in ("__main__", "hvd_keras")}
 
 
 def _take(order: Mapping[str, Any], given: Sequence[int], made: Mapping[str, str]) -> list[str]:
@@ -348,62 +337,21 @@ def _take(order: Mapping[str, Any], given: Sequence[int], made: Mapping[str, str
 def _show(command: Sequence[str], environment: Mapping[str, str]) -> None:
     """Take an environment, and show others, such as `sweep` and `ps`, both as those of the process.
 
-    They read the memory in which the kernel has put the first arguments and environment.
+    They read the memory in which the kernel has put the first arguments and environment. Raises
+    PermissionError if nobody may know where that is.
     """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, middle, place, end = map(int, fields[45:49])
+    if not start:
+        raise PermissionError
     os.environ.clear()
     os.environ.update(environment)  # in other memory
     names = sorted(environment, key=JOB.__ne__)  # that one first, in case that not all fits
     texts = [f"{name}={environment[name]}" for name in names if name != _FILL]
-    start, middle, place, end = _memory()
     for first, last, words in (start, middle, command), (place, end, texts):
         data = b"\0".join(map(os.fsencode, words))[: last - first - 1]
         ctypes.memset(first, 0, last - first)
         ctypes.memmove(first, data, len(data))
-
-
-def _memory() -> list[int]:
-    """Return where the arguments and the environment begin and end; zeros if nobody may know."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    return list(map(int, fields[45:49]))
-
-
-def folder_of(words: Sequence[str]) -> str:
-    """Return what Python puts first into ``sys.path`` for a script, or for ``-m`` and a module."""
-    return os.getcwd() if words[0] == "-m" else os.path.dirname(os.path.realpath(words[0]))
-
-
-def run(words: list[str]) -> None:
-    """Run a script, or ``-m`` and a module, with its arguments as Python does."""
-    sys.excepthook = functools.partial(_print_error, sys.excepthook)
-    if words[0] == "-m":
-        sys.argv = words[1:]
-        runpy.run_module(words[1], {"__builtins__": builtins}, "__main__", alter_sys=True)
-        return
-    sys.argv = words
-    path = os.path.abspath(words[0])
-    if pkgutil.get_importer(path) is not None:  # a folder or a zip file, with a __main__.py
-        runpy.run_path(path, run_name="__main__")
-        return
-    main = sys.modules["__main__"] = ModuleType("__main__")
-    main.__file__ = path
-    main.__loader__ = loader = SourceFileLoader("__main__", path)
-    vars(main).update(__builtins__=builtins, __cached__=None)
-    exec(loader.source_to_code(loader.get_data(path), path), main.__dict__)
-
-
-def _print_error(
-    hook: Callable[..., object],
-    kind: type[BaseException],
-    error: BaseException,
-    traceback: TracebackType | None,
-) -> None:
-    """Call this ``sys.excepthook`` with an error from where the script begins."""
-    first = step = traceback
-    while step is not None:
-        if Path(step.tb_frame.f_code.co_filename).parent == _HERE:
-            first = step.tb_next
-        step = step.tb_next
-    hook(kind, error.with_traceback(first), first)
 
 
 def _import(names: Sequence[str], niceness: int) -> None:
@@ -430,16 +378,16 @@ def main() -> int:
     # The script may have found others in another way.
     fits = all(place in (None, sys.modules[name].__file__) for name, place in modules.items())
     # A fork could not use an open GPU, and the clean-up has to find it.
-    if not fits or any("/dev/nvidia" in path for path in files) or not all(_memory()):
+    if not fits or any("/dev/nvidia" in path for path in files):
         return 1
     gc.collect()
     gc.freeze()  # so that collections in the forks leave the pages shared
     _show(["hvdrun: has imported", *modules], dict(os.environ))
-    connection = _serve(listener, idle)
+    connection = _serve(listener, idle, started)
     if connection is None:
         return 0
     try:
-        rank = _keep(connection, started)
+        rank = _keep(connection)
     except (OSError, ValueError):  # the worker has died, or there is no room
         os._exit(1)
     run(_take(*rank, made))
