@@ -127,26 +127,26 @@ def get_data_handler(of_keras: Callable[..., Any], *args: Any, **kwargs: Any) ->
     return handler
 
 
-def pass_first_batch(model: Any, look: Callable[[Any], None], name: str = "train_function") -> None:
+def pass_first_batch(model: Any, look: Callable[[Any], None]) -> None:
     """Let a function see the first batch that the next step gets, or None at the end of the data.
 
     No batch is read twice, so generators and shuffled data go on as without it. Ragged and sparse
-    tensors cannot be passed. ``name``: what the model calls for a step.
+    tensors cannot be passed.
     """
-    function = getattr(model, name)
+    function = model.train_function
     # A variable in tf_keras.
     at_once = "_steps_per_execution" if is_legacy else "steps_per_execution"
     steps = int(getattr(model, at_once, None) or 1)
 
     def with_a_look(iterator: Any) -> Any:
-        setattr(model, name, function)  # for all later steps
+        model.train_function = function  # for all later steps
         batches = list(itertools.islice(iterator, steps))
         look(batches[0] if batches else None)
         if batches and isinstance(iterator, tf.data.Iterator):
             return function(again(batches, iterator.element_spec))
         return function(iter(batches) if batches and not isinstance(iterator, list) else iterator)
 
-    setattr(model, name, with_a_look)
+    model.train_function = with_a_look
 
 
 def again(batches: Sequence[Any], element_spec: Any) -> Any:

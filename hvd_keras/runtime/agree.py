@@ -23,9 +23,6 @@ from hvd_keras.runtime import libraries, rank_info
 #: This rank traces a step alone, only to create its variables: nothing may wait for other ranks.
 is_building = contextvars.ContextVar("hvd_keras is building a model", default=False)
 
-#: This rank does something alone, for which the others wait.
-is_leading = contextvars.ContextVar("inside on_leader", default=False)
-
 _Result = TypeVar("_Result")
 
 
@@ -347,11 +344,4 @@ def on_leader(name: str, function: Callable[[], _Result], process_set: Ranks) ->
 
     Returns what the function returned; None on the other ranks.
     """
-
-    def lead() -> _Result | None:
-        if process_set.rank() > 0:
-            return None
-        with within(is_leading, True):
-            return function()
-
-    return on_all_ranks(name, lead, process_set)
+    return on_all_ranks(name, lambda: function() if process_set.rank() == 0 else None, process_set)
