@@ -4,9 +4,9 @@
     python benchmarks/slow_network.py --seeds 1   # quicker
 
 The hosts are namespaces of this machine (tests/harness/hosts.py; needs root), each sends at most
-20 Mbit/s, and, where the kernel has netem, packets take 50 ms. Ranks that average gradients in each
-step need hours for that, so their steps are counted without the limit, which changes no bit, and
-the time of a step is measured with it. With rounds everything is measured with it.
+20 Mbit/s, and, where the kernel has netem, an answer takes 50 ms. Ranks that average gradients in
+each step need hours for that, so their steps are counted without the limit, which changes no bit,
+and the time of a step is measured with it. With rounds everything is measured with it.
 """
 
 import argparse
@@ -23,7 +23,7 @@ HOSTS, MEGABITS, DELAY = 3, 20, "25ms"  # of each direction
 BATCH, CHUNK = 8, 50  # rows of a rank; steps between evaluations
 LIMIT = 900  # seconds for a job
 
-# Until which accuracy or loss; the most steps; the learning rate of a rank, and of all in each step.
+# Until which accuracy or loss; the most steps; the learning rates of a rank, and of all together.
 TASKS = {
     "convnet on digits": {"metric": "accuracy", "goal": 0.98, "steps": 1500, "rates": [1e-3, 2e-3]},
     "language model": {"metric": "loss", "goal": 2.1, "steps": 4000, "rates": [1e-3, 2e-3]},
