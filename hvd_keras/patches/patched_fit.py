@@ -244,8 +244,6 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
     described = {name: given[name] for name in names}
     batch_size = given["batch_size"] or 32  # Keras's default
     counts = own.backend.COUNTS_ROWS and _can_weigh(model)
-    # In rounds, each rank counts alike, so their batches must have one size.
-    counts = counts and not any(rounds.alone for rounds in model_ranks.rounds_of(model))
     described["batch_size"] = None if counts else batch_size
     description = specs.describe_model(model) | specs.flat(described, "fit")
     rows = None
@@ -279,6 +277,15 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
     own.unbuilt = agree.by_rank([theirs["unbuilt"] for theirs in gathered], process_set)
     own.agree(gathered)
     of_ranks = [theirs["sizes"] for theirs in gathered]
+    if any(rounds.alone for rounds in model_ranks.rounds_of(model)):
+        counts = False
+        if None not in of_ranks and any(sizes != of_ranks[0] for sizes in of_ranks):
+            missing_calls.tell(
+                "sync_every averages the weights of all ranks alike, but their batches have "
+                f"different sizes: {agree.by_rank(of_ranks, process_set)}. Give each rank batches "
+                "of the same size.",
+                process_set,
+            )
     counts = counts and (None in of_ranks or any(sizes != of_ranks[0] for sizes in of_ranks))
     if counts != (model in fit_state.counting_rows):
         (fit_state.counting_rows.add if counts else fit_state.counting_rows.discard)(model)

@@ -54,7 +54,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             on every rank, if the ranks' models differ.
     """
     rank_info.rank()  # says so, if init() was not called
-    given = {key: value for key, value in others.items() if value != _DEFAULTS.get(key, ...)}
+    given = {key: value for key, value in others.items() if value != _DEFAULTS.get(key)}
     if given:
         raise NotImplementedError(
             f"hvd.DistributedOptimizer: got {', '.join(given)}, which need Keras on TensorFlow. "
@@ -94,11 +94,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     return outermost
 
 
-# Of the arguments that TensorFlow's has besides.
+# Of the arguments that TensorFlow's has besides; None of the others.
 _DEFAULTS: dict[str, Any] = {
     **{"device_dense": "", "device_sparse": "", "sparse_as_dense": False, "num_groups": 0},
-    **{"groups": None, "scale_local_gradients": True, "shard_state": False},
-    **{"sync_every": None, "outer_optimizer": None, "inner_process_set": None},
+    **{"scale_local_gradients": True, "shard_state": False},
 }
 
 

@@ -140,17 +140,13 @@ class Rounds:
 
     def end(self) -> None:
         """Give all ranks the next common weights."""
-        place = {
-            id(weight): common for weight, common in zip(self.weights, self.common, strict=True)
-        }
-        found: dict[int, Any] = {}
-        for number, bucket in enumerate(specs.in_buckets(self.weights)):
-            mine = [np.asarray(place[id(w)]) - np.asarray(w) for w in bucket]
-            means = mean(mine, f"{self.name} weights {number}", self.process_set, self._wire)
-            found.update(zip(map(id, bucket), means, strict=True))
-        self.outer.apply([keras.ops.convert_to_tensor(found[id(w)]) for w in self.weights])
-        for weight, common in zip(self.weights, self.common, strict=True):
-            weight.assign(common)
+        common, means = iter(self.common), []
+        for number, bucket in enumerate(specs.in_buckets(self.weights)):  # which keep their order
+            mine = [np.asarray(next(common)) - np.asarray(weight) for weight in bucket]
+            means += mean(mine, f"{self.name} weights {number}", self.process_set, self._wire)
+        self.outer.apply(list(map(keras.ops.convert_to_tensor, means)))
+        for weight, value in zip(self.weights, self.common, strict=True):
+            weight.assign(value)
 
 
 def mean(arrays: list[Any], name: str, process_set: ProcessSet, wire: str = "float64") -> list[Any]:

@@ -1,5 +1,6 @@
 """sync_every: each rank trains alone between syncs, after which all have the same weights."""
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras.runtime import agree
+from hvd_keras.runtime import agree, log, process_sets
 from tests.harness import training
 from tests.parallel.test_training import EVERY, OPTIONS, RATES, SPECIAL
 
@@ -261,6 +262,27 @@ def test_fewer_ranks_go_on(directory) -> None:
 
 
 @pytest.mark.ranks(3)
+def test_gradients_are_averaged_within_hosts_in_each_step(monkeypatch) -> None:
+    """Two ranks on one host, and one on another."""
+    name = types.SimpleNamespace(nodename=f"host {RANK // 2}")
+    monkeypatch.setattr(process_sets.os, "uname", lambda: name)
+    try:
+        options = {"sync_every": 3, "inner_process_set": "host"}
+        together = build(lambda: hvd.DistributedOptimizer(optimizers.Adam(0.01), **options))
+        fit(together)
+        (pair,) = process_sets.added()[1:]
+        assert pair.ranks == [0, 1]
+        how = {"process_set": pair} if pair.included() else None
+        own = optimizers.Adam(0.01)
+        of_host = build(lambda: hvd.DistributedOptimizer(own, **how) if how else own)
+        expected = by_hand(of_host, 3, None)
+        np.testing.assert_allclose(training.flat(together), expected, rtol=2e-4, atol=2e-5)
+    finally:
+        for added in process_sets.added()[1:]:
+            hvd.remove_process_set(added)
+
+
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("outer", [None, nesterov])
 def test_gradients_are_averaged_within_sets_in_each_step(outer) -> None:
     pair, single = hvd.add_process_set([0, 1]), hvd.add_process_set([2])
@@ -354,6 +376,19 @@ def test_ranks_with_different_numbers_of_batches_get_an_error() -> None:
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
     with pytest.raises(ValueError, match=r"different numbers of batches of an epoch: rank 0: \d; "):
         model.fit(data, epochs=2, verbose=0, callbacks=callbacks)
+
+
+@two
+def test_batches_of_different_sizes_get_a_warning(monkeypatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(log, "warn_once", told.append)
+    model = build(lambda: hvd.DistributedOptimizer(optimizers.SGD(0.05), sync_every=2))
+    data = hvd.data.shard(rows(rank=5), batch_size=[2, 6])
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    model.fit(data, verbose=0, shuffle=False, callbacks=callbacks)
+    assert ["sync_every averages the weights of all ranks alike" in text for text in told] == (
+        [True] if RANK == 0 else []
+    )
 
 
 def refused(match: str, make: Callable[[], Any], error: Any = ValueError) -> None:

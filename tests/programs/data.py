@@ -210,7 +210,8 @@ class Feed:
             source = source.batch(size) if size else source
             if form == "batches":
                 del options["batch_size"]
-        source = source.cache() if spec.change == "cache" else source
+        if spec.change == "cache" and isinstance(source, tf.data.Dataset):  # not of arrays
+            source = source.cache()
         return _hvd().data.shard(source, **options)
 
     def validation(self) -> dict[str, Any]:

@@ -104,6 +104,8 @@ IMPOSSIBLE: list[Rule] = [
     (lambda s: s.option not in ("use_ema", "ema_overwrites"), ["callbacks:swap_ema"]),
     # Keras itself builds it anew in each trace of a step.
     (lambda s: s.style == "unbuilt" and s.optimizer == "ScheduleFreeAdamW", ["style"]),
+    # Of losses of all rows, XLA refuses different numbers of them.
+    (lambda s: s.mode == "xla" and s.loss in ("dice", "custom"), ["unequal"]),
     # Alone it is built earlier, and a file of weights has the state of what is built.
     (lambda s: s.optimizer == "ScheduleFreeAdamW", ["then:weights"]),
     # Rounding makes one process differ from itself.
