@@ -112,13 +112,11 @@ def numbers_out_here(folder: Path) -> list[int]:
 
 
 def ready_servers() -> int:
-    """The servers that have the ranks' imports, see hvd_keras/launch/onhost/warm.py."""
+    """The servers that have the ranks' imports, see hvd_keras/launch/onhost/fork_server.py."""
     found = 0
     for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError):
-            words = (entry / "cmdline").read_bytes().split(b"\0")
-            folder = os.fsdecode(words[words.index(b"launch.onhost.warm") + 1])
-            found += Path(f"{entry}/root{folder}/server").exists()
+        with contextlib.suppress(OSError):
+            found += (entry / "cmdline").read_bytes().startswith(b"hvdrun: has imported")
     return found
 
 

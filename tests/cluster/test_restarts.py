@@ -118,7 +118,8 @@ class Chain(Running):
         found: set[object] = set()
         for host in self.hosts:
             lines, files = host.processes(), host.leftovers()
-            servers = [line for line in lines.values() if between and "onhost.warm" in line]
+            names = ("onhost.fork_server", "hvdrun: has")  # before and after its imports
+            servers = [x for x in lines.values() if between and any(name in x for name in names)]
             for pid, line in lines.items():
                 if line not in servers and "-m hvd_keras.hvdrun -H" not in line:
                     found.add(pid)
