@@ -1,5 +1,6 @@
 """The central guarantee: N ranks with batch B train as one process with batch N * B."""
 
+import dataclasses
 import warnings
 
 import keras
@@ -108,7 +109,8 @@ def test_several_steps_per_execution() -> None:
 def test_buckets_smaller_than_a_gradient(model: str, monkeypatch) -> None:
     from hvd_keras.runtime import settings
 
-    monkeypatch.setattr(settings, "read", lambda: settings.Settings(bucket_bytes=16))
+    small = dataclasses.replace(settings.read(), bucket_bytes=16)
+    monkeypatch.setattr(settings, "read", lambda: small)
     training.assert_trains_like_one_process(MODELS[model], MAIN["adam"])
 
 
