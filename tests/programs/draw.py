@@ -103,7 +103,10 @@ IMPOSSIBLE: list[Rule] = [
     (lambda s: "hvd_schedule" in s.callbacks, ["callbacks:plateau", "callbacks:scheduler"]),
     (lambda s: s.option not in ("use_ema", "ema_overwrites"), ["callbacks:swap_ema"]),
     # Keras itself builds it anew in each trace of a step.
-    (lambda s: s.style == "unbuilt" and s.optimizer == "ScheduleFreeAdamW", ["style"]),
+    (
+        lambda s: s.style in ("unbuilt", "subclassed") and s.optimizer == "ScheduleFreeAdamW",
+        ["style"],
+    ),
     # Of losses of all rows, XLA refuses different numbers of them.
     (lambda s: s.mode == "xla" and s.loss in ("dice", "custom"), ["unequal"]),
     # Alone it is built earlier, and a file of weights has the state of what is built.
@@ -147,6 +150,8 @@ EXCLUDED: list[Rule] = [
     (lambda s: s.restart != "none", ["initial_epoch"]),
     # The same: data of one's own that repeat begin with that epoch only if they skip the others.
     (lambda s: s.data == "agree", ["restart"]),
+    # Checkpoint warns: where a generator is cannot be saved, so repeated data begin anew.
+    (lambda s: s.data == "generator" and s.repeat > 0, ["restart"]),
     # docs/using/sharp-bits.md, "Losses": outside fit, hvd_keras averages the ranks' losses.
     (lambda s: s.reduction != "sum_over_batch_size" or s.is_sequence, ["then:on_batch"]),
     (lambda s: s.loss in ("dice", "custom"), ["then:on_batch"]),
