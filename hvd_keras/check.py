@@ -60,7 +60,7 @@ def facts() -> dict[str, str]:
         "Keras": keras.__version__,
         "MPI": libraries.mpi_version().splitlines()[0],
         "MPI library": core.hvd_mpi_file().decode(),
-        "Cores": f"{usable_cores()} usable, of {ranges(os.sched_getaffinity(0))}",
+        "Cores": f"{usable_cores()} usable (numbers {ranges(os.sched_getaffinity(0))})",
         "GPUs": ", ".join(gpus) if gpus else "none",
         **for_gpus,
     }

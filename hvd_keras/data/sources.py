@@ -189,7 +189,7 @@ def check_source(
     if rows.left_out and (uneven or split.uneven) != "trim" and is_unshuffled and not split.rank:
         log.logger.warning(
             "hvd.data.shard leaves out %s of %s rows, so that all %s ranks get the same number. "
-            "uneven='pad' includes them, with sample weights.",
+            "uneven='pad' includes them, with sample weights (evaluation=True: for validation).",
             *(rows.left_out, rows.length, split.size),
         )
     if split.uneven == "pad" and keras.utils.unpack_x_y_sample_weight(rows.spec)[1] is None:

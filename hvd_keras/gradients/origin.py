@@ -44,6 +44,7 @@ _sums: dict[int, Any] = {}
 _factors: dict[str, float] = {}  # by optimizer
 
 
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def record(gradient: Any, tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``tf.GradientTape.gradient``: remember what it returns."""
     result = gradient(tape, target, sources, *args, **kwargs)
@@ -59,6 +60,7 @@ def record(gradient: Any, tape: Any, target: Any, sources: Any, *args: Any, **kw
     return result
 
 
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def forget(sources: Iterable[Any]) -> None:
     """Forget what a tape has returned in eager code, which was exchanged or applied."""
     for source in sources:

@@ -153,6 +153,8 @@ def evaluate(
     process_set = _process_set(model, callbacks)
     if process_set is None or process_set.size() == 1:
         return evaluate_alone(model, *args, **kwargs)
+    if not is_predict:
+        _check_padding(backend.passes_of(kwargs.get("x", args[0] if args else None)), process_set)
     with contextlib.ExitStack() as stack:
         if callbacks and not in_fit:
             keras_callbacks.refuse(callbacks, model, process_set)
@@ -169,6 +171,20 @@ def evaluate(
         if validates:
             stack.enter_context(_validating(backend, model, process_set, in_fit))
         return evaluate_alone(model, *args, **kwargs)
+
+
+def _check_padding(every: list[sources.Passes], process_set: ProcessSet) -> None:
+    """Tell that data padded for training are evaluated."""
+    for passes in every:
+        split, source = passes.split, passes.source
+        is_padded = split.uneven == "pad" and source.length % (split.size * source.batch_size)
+        if is_padded and not split.evaluation:
+            missing_calls.tell(
+                "the padding of hvd.data.shard(uneven='pad') is weighed for training here, so the "
+                "means are not those of all rows. For validation use hvd.data.shard(…, "
+                "uneven='pad', evaluation=True), and weighted_metrics in compile.",
+                process_set,
+            )
 
 
 @contextlib.contextmanager

@@ -158,3 +158,4 @@ def test_no_warning_where_nothing_is_forgotten(tmp_path: pathlib.Path) -> None:
     job = ranks.run_script(tmp_path, 2, START + NOTHING_IS_FORGOTTEN, TF_CPP_MIN_LOG_LEVEL="3")
     assert job.status == 0, job.output
     assert "hvd_keras" not in job.output, job.output
+    assert "AutoGraph" not in job.output, job.output

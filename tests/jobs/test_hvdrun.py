@@ -438,7 +438,7 @@ def test_check(hvdrun):
     assert re.search(r"MPI library: +/", done.stdout)
     assert re.search(r"Self-test: +\d+ collectives of 6 kinds on 2 ranks, all correct", done.stdout)
     assert done.stdout.endswith("[0] OK\n")
-    assert re.search(r"Cores: +\d+ usable, of \d", done.stdout)
+    assert re.search(r"Cores: +\d+ usable \(numbers \d", done.stdout)
     assert re.search(r"Launcher: +/\S+/mpirun\n", done.stdout)
     if "GPUs:         none" in done.stdout:
         assert "cannot" not in done.stdout  # what only GPUs need may be missing

@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
+from hvd_keras.runtime import log
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 SIZE = hvd.size()
@@ -105,3 +106,22 @@ def test_validation_reads_its_own_rows(training: str, validation: str, averages:
             np.testing.assert_allclose(history["val_accuracy"], accuracies, rtol=1e-5)
         else:
             assert history["val_loss"][-1] > np.log(2)
+
+
+def test_padding_for_training_is_told_in_validation(monkeypatch) -> None:
+    """And padding for evaluation gives the values of one process."""
+    told: list[str] = []
+    monkeypatch.setattr(log, "warn_once", told.append)
+    model = compiled()
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(TRAINING["arrays"](), callbacks=[broadcast], shuffle=False, verbose=0)
+    x, y = X[: BATCH * SIZE + 1], Y[: BATCH * SIZE + 1]  # one row in the last step
+    average = hvd.callbacks.MetricAverageCallback()
+    expected = model.evaluate(x, y, verbose=0)[0]
+    for evaluation in (True, False):
+        data = shard((x, y), uneven="pad", shuffle=False, evaluation=evaluation)
+        loss = model.evaluate(data, callbacks=[average], verbose=0)[0]
+        if evaluation:
+            np.testing.assert_allclose(loss, expected, rtol=1e-5)
+        tells = any("evaluation=True" in text for text in told)
+        assert tells == (not evaluation and SIZE > 1 and hvd.rank() == 0)
