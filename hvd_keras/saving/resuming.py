@@ -5,6 +5,7 @@ Keras's own callbacks have the state that they had.
 """
 
 import collections
+import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ _ATTRIBUTES = {
 }
 
 
+_SIZES = "CSVLogger sizes"
 _ENDED = object()  # what data without another batch yield
 
 
@@ -53,7 +55,8 @@ def _stateful(callbacks: Sequence[Any]) -> Iterator[tuple[str, str, Any]]:
 def numbers_of(callbacks: Sequence[Any]) -> dict[str, Any]:
     """Return the state of callbacks, as far as JSON can hold it; of a list of arrays its length."""
     found = {name: getattr(c, attribute) for name, attribute, c in _stateful(callbacks)}
-    return {name: _plain(value) for name, value in found.items()}
+    sizes = [_size(one) for one in callbacks if isinstance(one, keras.callbacks.CSVLogger)]
+    return {**{name: _plain(value) for name, value in found.items()}, _SIZES: {"bytes": sizes}}
 
 
 def arrays_of(callbacks: Sequence[Any], numbers: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -80,6 +83,23 @@ def set_state(
             value = value["words"]
         if name in numbers:
             setattr(callback, attribute, value)
+    loggers = [one for one in callbacks if isinstance(one, keras.callbacks.CSVLogger)]
+    for logger, size in zip(loggers, numbers.get(_SIZES, {"bytes": []})["bytes"], strict=False):
+        _cut(logger, size)
+
+
+def _size(logger: Any) -> int | None:
+    """Return the size of a CSVLogger's file; None if this rank writes none."""
+    is_written = logger.csv_file is not None and os.path.exists(logger.filename)
+    return os.path.getsize(logger.filename) if is_written else None
+
+
+def _cut(logger: Any, size: int | None) -> None:
+    """Remove the rows that a CSVLogger has written after a checkpoint, before a crash."""
+    if size is not None and os.path.exists(logger.filename):
+        if size < os.path.getsize(logger.filename):
+            os.truncate(logger.filename, size)
+        logger.append_header = size == 0
 
 
 def _plain(value: Any) -> Any:

@@ -74,6 +74,22 @@ def fit(folder: pathlib.Path, saves: int | str, last: str, *more) -> keras.Model
     return model
 
 
+class AtTheEnd(callbacks.Callback):
+    """Crashes when CSVLogger has written the row of an epoch, and before it is saved.
+
+    Not of the first epoch, before which there is nothing to go back to.
+    """
+
+    def __init__(self, epochs: int) -> None:
+        super().__init__()
+        self.left = epochs
+
+    def on_epoch_end(self, epoch, logs=None) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+
+
 def events(folder: pathlib.Path) -> dict[tuple[str, str, int], float]:
     """Returns the scalars by name and step; a step that is written again has the same value."""
     found: dict[tuple[str, str, int], float] = {}
@@ -112,7 +128,9 @@ def test_files_and_logs_are_those_of_a_run_without_a_crash(directory, seed: int)
     expected = fit(whole, saves, place)
     for _ in range(2):
         try:
-            got = fit(broken, saves, place, Interrupt(draw.randrange(STEPS * EPOCHS // 2)))
+            at_the_end = AtTheEnd(draw.randrange(1, 3))
+            crash = draw.choice([Interrupt(draw.randrange(STEPS * EPOCHS // 2)), at_the_end])
+            got = fit(broken, saves, place, crash)
         except KeyboardInterrupt:
             got = None
     got = got or fit(broken, saves, place)
