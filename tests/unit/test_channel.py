@@ -168,7 +168,7 @@ async def test_more_workers_come_at_once_than_strangers_are_accepted(tmp_path: P
     assert len(ranks._serving) == UNPROVEN
 
     async def work(rank: int) -> bool:
-        hello = {"rank": rank, "host": "here", "cores": 2}
+        hello = {"rank": rank, "host": "here", "cores": 2, "mask": [0, 1]}
         connection = Connection(SECRET, streams[rank], listens=False, hello=hello)
         async for message in connection.messages():
             if "start" in message:
@@ -215,7 +215,7 @@ async def join(address: tuple[str, int], rank: int = 0) -> tuple[socket.socket, 
     """A worker that hvdrun has accepted."""
     worker = socket.create_connection(address)
     link = await asyncio.to_thread(Link, worker, SECRET, listens=False)
-    link.send(hello={"rank": rank, "host": "here", "cores": 2})
+    link.send(hello={"rank": rank, "host": "here", "cores": 2, "mask": [0, 1]})
     return worker, link
 
 
