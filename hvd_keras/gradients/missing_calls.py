@@ -28,7 +28,7 @@ _alone_on_purpose = contextvars.ContextVar("inside hvd.local_fit", default=False
 _POLL_SECONDS = 0.2
 
 # A loop that has made this many steps with different weights will not broadcast them any more.
-_STEPS_UNTIL_TOLD = 5
+_STEPS_UNTIL_TOLD = 20
 
 # A script whose first steps are local and that has exchanged nothing until then never will.
 _SECONDS_UNTIL_TOLD = 60
