@@ -55,7 +55,7 @@ def _stateful(callbacks: Sequence[Any]) -> Iterator[tuple[str, str, Any]]:
 def numbers_of(callbacks: Sequence[Any]) -> dict[str, Any]:
     """Return the state of callbacks, as far as JSON can hold it; of a list of arrays its length."""
     found = {name: getattr(c, attribute) for name, attribute, c in _stateful(callbacks)}
-    sizes = [_size(one) for one in callbacks if isinstance(one, keras.callbacks.CSVLogger)]
+    sizes = list(map(_size, _loggers(callbacks)))
     return {**{name: _plain(value) for name, value in found.items()}, _SIZES: {"bytes": sizes}}
 
 
@@ -83,9 +83,13 @@ def set_state(
             value = value["words"]
         if name in numbers:
             setattr(callback, attribute, value)
-    loggers = [one for one in callbacks if isinstance(one, keras.callbacks.CSVLogger)]
-    for logger, size in zip(loggers, numbers.get(_SIZES, {"bytes": []})["bytes"], strict=False):
+    sizes = numbers.get(_SIZES, {"bytes": []})["bytes"]
+    for logger, size in zip(_loggers(callbacks), sizes, strict=False):
         _cut(logger, size)
+
+
+def _loggers(callbacks: Sequence[Any]) -> list[Any]:
+    return [one for one in callbacks if isinstance(one, keras.callbacks.CSVLogger)]
 
 
 def _size(logger: Any) -> int | None:
@@ -96,10 +100,11 @@ def _size(logger: Any) -> int | None:
 
 def _cut(logger: Any, size: int | None) -> None:
     """Remove the rows that a CSVLogger has written after a checkpoint, before a crash."""
-    if size is not None and os.path.exists(logger.filename):
-        if size < os.path.getsize(logger.filename):
+    if size is not None and (there := _size(logger)) is not None:
+        if size < there:
             os.truncate(logger.filename, size)
-        logger.append_header = size == 0
+        # The file may be new: without append, or because somebody has removed the old one.
+        logger.append_header = min(size, there) == 0
 
 
 def _plain(value: Any) -> Any:

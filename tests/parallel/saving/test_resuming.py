@@ -74,6 +74,27 @@ def fit(folder: pathlib.Path, saves: int | str, last: str, *more) -> keras.Model
     return model
 
 
+@pytest.mark.parametrize("append", [False, True])
+def test_a_log_that_begins_anew_has_a_header(directory, append: bool) -> None:
+    """After a restart: without append, or if the log has been removed."""
+    path = directory / "log.csv"
+
+    def fit_until(epochs: int) -> None:
+        log = callbacks.CSVLogger(path, append=append)
+        data = hvd.data.shard(rows(1, SIZE * STEPS * BATCH), batch_size=BATCH)
+        first = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        used = [first, log, hvd.callbacks.Checkpoint(directory / "state")]
+        compiled().fit(data, epochs=epochs, verbose=0, callbacks=used)
+
+    fit_until(2)
+    if RANK == 0 and append:
+        path.unlink()
+    agree.gather_json("removed", None)
+    fit_until(4)
+    if RANK == 0:
+        assert [row["epoch"] for row in csv.DictReader(path.open())] == ["2", "3"]
+
+
 class AtTheEnd(callbacks.Callback):
     """Crashes when CSVLogger has written the row of an epoch, and before it is saved.
 
