@@ -1,6 +1,5 @@
 """Keeps how far a ``fit`` is, for hvdrun; says at the end if one process would be as fast."""
 
-import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from hvd_keras import observe
-from hvd_keras.runtime import libraries, log
+from hvd_keras.runtime import log
 from hvd_keras.runtime.keras import keras
 
 
@@ -89,24 +88,24 @@ class Payoff(keras.callbacks.Callback):  # type: ignore[misc]
         size: the number of ranks.
     """
 
+    _supports_tf_logs = True  # it reads none
+
     def __init__(self, size: int) -> None:
         super().__init__()
         self._size = size
-        self._begin = 0.0  # of the fit; then of what is measured of an epoch: time, step, exchange
-        self._first = self._last = (0.0, 0, 0.0)
-        self._is_measuring = False
+        self._begin = 0.0  # of the fit, seconds
+        # Of an epoch: the time and all exchange after its first step, and the number of that.
+        self._since: tuple[float, float, int] | None = None
+        self._last = (0.0, 0)  # time and number of the last step
         self._text = ""
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._begin, self._text = time.perf_counter(), ""
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._is_measuring, self._first = True, (0.0, -1, 0.0)
-
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        if self._first[1] < 0:
-            self._first = time.perf_counter(), batch, _exchanging()
-        self._last = time.perf_counter(), batch, 0.0
+        self._last = time.perf_counter(), batch
+        if self._since is None:
+            self._since = self._last[0], _exchanging(), batch
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._measure()
@@ -115,17 +114,15 @@ class Payoff(keras.callbacks.Callback):  # type: ignore[misc]
         self._measure()
 
     def _measure(self) -> None:
-        if not self._is_measuring:
+        if self._since is None:  # measured before validation
             return
-        self._is_measuring = False
-        steps = self._last[1] - self._first[1]
-        if self._first[1] < 0 or steps < _STEPS:
-            self._text = ""
+        (begin, exchanged, first), (end, last) = self._since, self._last
+        self._since, self._text, steps = None, "", last - first
+        if steps < _STEPS:
             return
-        step = (self._last[0] - self._first[0]) / steps
-        exchange = min(step, (_exchanging() - self._first[2]) / steps)
+        step = (end - begin) / steps
+        exchange = min(step, (_exchanging() - exchanged) / steps)
         alone = self._size * (step - exchange)
-        self._text = ""
         if alone < step:
             self._text = (
                 f"{self._size} ranks take {step * 1e3:.1f} ms a step, {exchange * 1e3:.1f} of them "
@@ -141,5 +138,5 @@ class Payoff(keras.callbacks.Callback):  # type: ignore[misc]
 
 def _exchanging() -> float:
     """Seconds that this process has waited for others' tensors, or moved them."""
-    kinds = json.loads(libraries.core().hvd_stats())["collectives"].values()
+    kinds = observe.stats()["collectives"].values()
     return float(sum(kind["waiting_seconds"] + kind["moving_seconds"] for kind in kinds))

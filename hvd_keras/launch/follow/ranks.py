@@ -234,19 +234,22 @@ class Ranks:
         ranks: dict[str, list[int]] = {}  # by host, in their order
         for report in self.reports:
             ranks.setdefault(report.host, []).append(report.rank)
-        for rank, peer in self._peers.items():
-            there = ranks[peer.report.host]
-            threads = thread_settings(
-                len(there), os.environ, peer.cores, several_hosts=len(ranks) > 1
-            )
-            environment = threads | self._start["environment"]
-            masks = [self._peers[other].mask for other in there]
-            is_divided = self.binds and may_be_divided(masks, peer.cores, os.environ | environment)
-            part = [there.index(rank), len(there)] if is_divided else None
-            start = {**self._start, "environment": environment, "part": part}
-            self._do(self._start_one(peer, start))
-            if rank > 0 or not self.has_input:
-                peer.send(input="")
+        chosen = os.environ | self._start["environment"]
+        for there in ranks.values():
+            peers = [self._peers[rank] for rank in there]
+            usable = min(peer.cores for peer in peers)
+            masks = [peer.mask for peer in peers]
+            is_divided = self.binds and may_be_divided(masks, usable, chosen)
+            for index, peer in enumerate(peers):
+                threads = thread_settings(
+                    len(there), os.environ, peer.cores, several_hosts=len(ranks) > 1
+                )
+                environment = threads | self._start["environment"]
+                part = [index, len(there)] if is_divided else None
+                start = {**self._start, "environment": environment, "part": part}
+                self._do(self._start_one(peer, start))
+                if peer.report.rank > 0 or not self.has_input:
+                    peer.send(input="")
         if self.has_input:
             self._forward_input()
 
