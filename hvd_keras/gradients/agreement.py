@@ -147,7 +147,8 @@ def check_step(name: str, steps: Any, process_set: ProcessSet) -> None:
         return
     with outer.as_default():  # in which all ranks count each step
         tf.raw_ops.AssignAddVariableOp(resource=steps, value=tf.constant(1, tf.int64))
-        step = tf.raw_ops.ReadVariableOp(resource=steps, dtype=tf.int64)
+    # Read here: a tf.function between the two may be called from other graphs, too.
+    step = tf.raw_ops.ReadVariableOp(resource=steps, dtype=tf.int64)
     gathered = ops.allgather(step[tf.newaxis], name=f"{name} step", process_set=process_set)
 
     def fail() -> tf.Tensor:

@@ -39,6 +39,9 @@ class Weighing:
     is_together: Any = None  # in validation a variable: all ranks take this step
     counts_rows: bool = False  # the ranks' batches may have different numbers of rows
     calls: int = 0  # losses that this step has computed
+    logs_outputs: bool = False  # Keras logs the loss of each output, too
+    # What that is multiplied by if each step counts alike in it; 0 if each row does.
+    by_steps: Any = None
 
     def together(self, of_all: Callable[[], Any], alone: Callable[[], Any]) -> Any:
         """Compute with all ranks; in a validation of one rank alone."""
@@ -75,8 +78,13 @@ def weighed(
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def step(*args: Any, **kwargs: Any) -> Any:
         counts = method == "train_step" and model in fit_state.counting_rows
+        trackers = getattr(getattr(model, "_compile_loss", None), "metrics", ())
         own = Weighing(model, process_set, averages, is_together, counts)
+        own.logs_outputs = bool(trackers)
         with contextlib.ExitStack() as stack:
+            for metric in trackers:
+                log = functools.partial(_log, own, metric.update_state)
+                stack.enter_context(replaced(metric, "update_state", log))
             stack.enter_context(agree.within(weighing, own))
             stack.enter_context(agree.within(agreement.step_of_fit, next(number)))
             stack.callback(missing_calls.unaveraged.clear)
@@ -125,6 +133,7 @@ def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
     is_of_all = kind == "whole" or (kind in ("mean", "sum") and is_weighted)
     if own is not None:
         own.calls += 1
+        own.by_steps = None
     if own is None or not is_of_all:
         with agree.within(weighing, None):  # a loss may compute others
             # tf_keras's autograph would not convert what is called to keep them.
@@ -186,33 +195,47 @@ def _weigh(
         return value
     if is_sum and own.is_together is None and not own.counts_rows:
         return size * value  # the mean over N ranks of N times each rank's sum is the sum of all
-    if not weights and not own.counts_rows and not is_sum:
+    counts = own.is_together is not None or own.counts_rows
+    if not (weights or is_sum or own.counts_rows or (counts and own.logs_outputs)):
         return value
     if own.is_together is not None:
         fit_state.weighed.add(own.model)
     calls, path = own.calls, specs.common_path(loss.name)
-    counts = own.is_together is not None or own.counts_rows
+    first = tf.nest.flatten(y_pred)[0]
+    is_unknown = float(first.shape[0] is None)  # how many rows it has
 
     def shares() -> Any:
         # Gradients of all ranks count alike; logs, and a validation's losses, count by rows.
-        count = tf.shape(tf.nest.flatten(y_pred)[0])[0] if counts else 1
-        count = tf.cast(count, tf.float64)
+        count = tf.cast(tf.shape(first)[0] if counts else 1, tf.float64)
         # What Keras divides by: the sum of the mask times the weights, a number per rank.
         product = [tf.cast(w, value.dtype) for w in weights]
         entries = tf.reduce_sum(functools.reduce(_product, product)) if product else count
-        mine = tf.stack([tf.cast(entries, tf.float64), count])
+        mine = tf.stack([tf.cast(entries, tf.float64), count, is_unknown])  # float64, [3]
         (total,) = ops.reduce_tensors(
             [mine], op=ops.Sum, name=f"weight of loss {calls}, {path}", process_set=own.process_set
         )
-        return tf.stop_gradient(tf.math.divide_no_nan(mine, total))
+        share = tf.stop_gradient(tf.math.divide_no_nan(mine, total))
+        by_steps = own.process_set.size() * share[1] * tf.sign(total[2])
+        return tf.stack([share[0], share[1], by_steps])
 
     # This rank's share of the entries, and of the rows, which is 1 / N if they are not counted.
-    entries, of_rows = tf.unstack(own.together(shares, lambda: tf.ones([2], tf.float64)))
+    alone = tf.constant([1, 1, is_unknown], tf.float64)
+    entries, of_rows, by_steps = tf.unstack(own.together(shares, lambda: alone))
+    own.by_steps = by_steps if counts else None
     entries = tf.ones_like(entries) if is_sum else entries  # it is divided by none
     logged = tf.cast(tf.math.divide_no_nan(entries, of_rows), value.dtype) * value
     if not own.counts_rows:
         return logged
     return _with_gradient_of(size * tf.cast(entries, value.dtype) * value, logged)
+
+
+def _log(own: Weighing, update: Any, value: Any, sample_weight: Any = None) -> None:
+    """Log the loss of an output as Keras: by rows, or by steps if a graph cannot tell how many."""
+    if own.by_steps is not None:
+        rows = 1 if sample_weight is None else sample_weight
+        sample_weight = tf.where(own.by_steps > 0, 1, rows)
+        value *= tf.cast(tf.where(own.by_steps > 0, own.by_steps, 1), value.dtype)
+    update(value, sample_weight=sample_weight)
 
 
 def _gather(value: Any, name: str, process_set: ProcessSet) -> Any:
