@@ -14,11 +14,10 @@ from hvd_keras.callbacks.base import Callback
 
 from hvd_keras.data.sources import Passes
 from hvd_keras.gradients import model_ranks, shards
-from hvd_keras.runtime import agree
+from hvd_keras.runtime import agree, log
 from hvd_keras.runtime.keras import Variable, innermost, is_legacy, replace_values
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.saving import background, per_rank, resuming, storage
-from hvd_keras.saving.positions import Positions
 from hvd_keras.training import preprocessing, variables
 from hvd_keras.training.fit_state import Fit, check_built, running
 
@@ -109,7 +108,6 @@ class Checkpoint(Callback):  # type: ignore[misc]
         self._rate: float | None = None  # the learning rate that the script sets
         self._fits: list[int] = []  # the epochs of each fit with this instance
         self._passes: Sequence[Passes] = ()  # of this fit's data
-        self._positions: Positions | None = None  # in data that cannot be sought in
         self._writing = background.Background(process_set)
 
     @property
@@ -134,10 +132,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         epochs = self.params["epochs"]
         self._rate = _rate(self.model.optimizer)
         self._passes = fit.passes
-        self._positions = None
-        if fit.seekable is None or fit.position is not None:
-            again = "" if self.save_freq == "epoch" else self.params.get("steps") or "all"
-            self._positions = Positions(fit, self._hvd_process_set, again)
+        self._tell_what_is_read_again(fit)
         self._fits.append(epochs)
         for optimizer in model_ranks.optimizers_of(self.model):
             replace_values(innermost(optimizer))
@@ -256,34 +251,45 @@ class Checkpoint(Callback):  # type: ignore[misc]
     def _go_on(self, found: per_rank.Found, fit: Fit) -> None:
         self.model._initial_epoch = found.metadata["epoch"]
         metrics = self._take_over(found, fit)
-        value = found.content.variables[-1].value if found.content and found.position else None
         states = found.metadata["passes"]
         if len(states) == len(self._passes):
             for passes, state_then in zip(self._passes, states, strict=True):
                 passes.restore(state_then)
-        has_position = self._positions is not None and self._positions.restore(
-            found.metadata["ranks"], found.position, value
-        )
+        goes_on = any(passes.goes_on for passes in self._passes)
+        if goes_on:
+            # Keras's iterator has not begun. What the last pass has read of is read again.
+            fit.iterator._distributed_dataset = fit.dataset.skip(self._passes[0].read)
         if found.metadata["batch"] == 0:
             return
-        seeks, calls = fit.seekable is not None and not has_position, self.model.steps_per_execution
+        seeks, calls = fit.seekable is not None, self.model.steps_per_execution
         if calls > 1:  # a call of several steps must neither begin nor end within what is skipped
             same_ranks = found.metadata["ranks"] == self._hvd_process_set.size()
             seeks &= same_ranks and self.params["steps"] % calls == 0
         if seeks and len(states) == 1:
             assert fit.seekable is not None
             batches = fit.seekable.seek(states[0][2])
-        else:
-            seeks, batches = has_position, self._batches_seen(found)
-        if has_position:
-            for passes, state_then in zip(self._passes, states, strict=False):
-                passes.epoch, passes.start, passes.unread = state_then[:2], state_then[2], batches
-        if seeks:
             fit.looks_at_data = False  # the first batch is that after those skipped
+        else:
+            seeks, batches = False, self._batches_seen(found)
         if batches:
             own = variables.training_variables(self.model)
-            reads = not seeks or getattr(fit.seekable, "yields_unread", False)
+            reads = not (seeks or goes_on) or getattr(fit.seekable, "yields_unread", False)
             self._resuming = resuming.Resuming(fit, own, batches, reads, metrics)
+
+    def _tell_what_is_read_again(self, fit: Fit) -> None:
+        is_sought = fit.seekable is not None and not any(one.source.reads for one in self._passes)
+        is_within = self.save_freq != "epoch" or any(one.goes_on for one in self._passes)
+        if self._hvd_process_set.rank() or is_sought or not (fit.begins_anew or is_within):
+            return
+        log.logger.warning(
+            "Checkpoint: a restart %s. Data of hvd.data.shard begin anywhere if made of arrays, a "
+            "PyDataset or hvd.data.files. With save_freq='epoch' and whole passes as epochs "
+            "nothing is read twice.",
+            "will begin the data anew: its passes end within the epochs of fit"
+            if fit.begins_anew
+            else "within a pass over the data will read what is before that again, without "
+            "training on it",
+        )
 
     def _take_over(self, found: per_rank.Found, fit: Fit) -> list[Any]:
         """Give callbacks the state that they had; return the metrics' values for this rank."""
@@ -390,7 +396,6 @@ class Checkpoint(Callback):  # type: ignore[misc]
         random_states = agree.gather_if_different(
             "checkpoint random states", random_state, process_set
         )
-        positions = self._positions.save(batch) if self._positions else []
         path = storage.path_of(self.directory, epoch, batch)
         tables, parts = per_rank.describe(own), per_rank.parts_of(own, values[: len(own)])
         files = per_rank.names_of(path, tables, process_set)
@@ -417,7 +422,6 @@ class Checkpoint(Callback):  # type: ignore[misc]
                 # Those of tables are in the parts.
                 value = value.reshape(-1)[:0] if str(i) in tables else value
                 stored.append(storage.Variable(name, i in differing, differing.get(i, value)))
-            stored += positions
 
         def write() -> None:
             if stored:

@@ -23,7 +23,6 @@ class Passes:
     shuffling: Any
     source: "Source"
     split: Split
-    begun: int = 0  # in this process, and in those that it continues
     start: int = 0  # the row at which the pass in progress began
     unread: int = 0  # steps before that row
     resume: tuple[int, int] = (0, 0)  # both, of the pass that begins next
@@ -32,6 +31,16 @@ class Passes:
     # with which the last fit began, and the steps that it has read since.
     first: int | None = None
     read: int = 0
+    goes_on: bool = False  # an epoch of fit begins where the last one ended
+
+    def __post_init__(self) -> None:
+        # Passes that neither this process has begun nor those that it continues.
+        self._not_begun = self.next
+
+    @property
+    def begun(self) -> int:
+        """The number of passes that this process has begun, and those that it continues."""
+        return self.next - self._not_begun
 
     def begin_fit(self) -> None:
         """Let a fit over repeated data begin with the pass after those that were read."""
@@ -45,18 +54,14 @@ class Passes:
             # A shuffle advances its order when a pass begins, so nothing need be read.
             for _ in range(begun - self.begun):
                 iter(self.shuffling)
-        self.next, self.begun = next, begun
+        self.next, self._not_begun = next, next - begun
 
     def begin(self) -> Any:
         """Return the number of a pass that begins, and the row at which it does: int64 [2]."""
-        self._count()
+        self.next += 1
         self.start, self.unread = self.resume
         self.resume = (0, 0)
         return np.array([self.next - 1, self.start])
-
-    def _count(self) -> None:
-        self.next += 1
-        self.begun += 1
 
     def state(self, step: int) -> list[int]:
         """What ``restore`` needs to go on at ``step`` of the epoch; 0: at the next one.
@@ -65,7 +70,12 @@ class Passes:
         its pass, all rows, and ``first`` and ``read``.
         """
         numbers, seen = [self.next, self.begun], 0
-        if step:
+        if self.goes_on:
+            assert self.first is not None
+            number = self.first + self.read // self.source.steps
+            numbers = [number, number - self._not_begun]
+            seen = self.read % self.source.steps * self.split.size * self.source.batch_size
+        elif step:
             numbers = [*self.epoch]
             seen = self.start + (step - self.unread) * self.split.size * self.source.batch_size
         return [*numbers, seen, self.source.length, self.first or 0, self.read]
@@ -90,8 +100,7 @@ class Passes:
             )
         self.resume = (row, source.steps - steps)
         if not steps:  # nothing of it is read, and so it never begins
-            self._count()
-            self.resume = (0, 0)
+            self.begin()
         return source.steps - steps
 
     def restore(self, state: list[int]) -> None:
@@ -99,6 +108,9 @@ class Passes:
         number, begun, seen, rows, *of_fits = state
         if of_fits and self.first is not None:
             self.first, self.read = of_fits
+            if self.goes_on:
+                self.first = number
+                self.read = seen // (self.split.size * self.source.batch_size)
         self.epoch = number, begun
         if seen and rows != self.source.length:
             raise ValueError(

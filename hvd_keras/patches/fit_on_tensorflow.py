@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras.data.tensorflow import positions, sharding
+from hvd_keras.data.tensorflow import sharding
 from hvd_keras.data.tensorflow.sharding import passes_of as passes_of
 from hvd_keras.data.tensorflow.sharding import repeated as repeated
 from hvd_keras.data.tensorflow.sharding import repeats as repeats
@@ -17,7 +17,7 @@ from hvd_keras.patches.losses import weighed as weighed
 from hvd_keras.runtime import libraries, log, rank_info
 from hvd_keras.runtime.keras import is_legacy, keras, require
 from hvd_keras.training import broadcasting, row_trials, variables
-from hvd_keras.training.fit_state import Fit, running
+from hvd_keras.training.fit_state import Fit
 
 COUNTS_ROWS = True
 
@@ -49,11 +49,13 @@ def prepare(own: Fit, dataset: Any) -> None:
     passes = passes_of(dataset)
     steps = own.arguments.get("steps_per_epoch")
     # Keras begins the data anew in each epoch, or when they end.
-    own.goes_on = bool(passes) and steps is not None and steps != int(dataset.cardinality())
-    if passes and not own.goes_on:
-        own.passes, own.seekable = passes, sharding.seekable(dataset)
-    if passes and (own.seekable is None or own.seekable.source.reads):
-        own.position = positions.of(dataset, own.goes_on)
+    goes_on = bool(passes) and steps is not None and steps != int(dataset.cardinality())
+    own.seekable = sharding.seekable(dataset) if passes and not goes_on else None
+    is_endless = passes and dataset.cardinality() == tf.data.INFINITE_CARDINALITY
+    own.begins_anew = goes_on and not (is_endless and repeated(dataset))
+    own.passes = () if own.begins_anew else passes
+    for one in passes:
+        one.goes_on = goes_on and not own.begins_anew
     model, process_set = own.model, own.process_set
     averaging = model_ranks.step_set_of(model) or process_set
     keras_classes.synchronize_on(model._flatten_layers(), averaging)
@@ -112,11 +114,8 @@ def build(
         require(iterator, "_distributed_dataset", "to make variables before the first step")
         require(iterator, "num_batches", "to compare the numbers of steps")
         # evaluate calls this, too, perhaps in a fit, whose data it must not get.
-        begins = (own := running(model)) is not None and not own.has_begun
         dataset = iterator._distributed_dataset
         patched_fit.before_callbacks(model, dataset, iterator.num_batches, iterator)
-        if own is not None and begins and own.position is not None:
-            iterator._distributed_dataset = own.position  # of which iter() makes the iterator
     of_keras(model, iterator=iterator, data_batch=data_batch)
 
 

@@ -54,7 +54,7 @@ def fit(
         runs = sorted(callbacks, key=lambda one: getattr(one, "_hvd_runs_last", False))
         if passes := backend.repeated(bound.arguments.get("x")):
             passes.begin_fit()
-            runs = [*runs, keras_callbacks.CountSteps(passes)]
+            runs = [keras_callbacks.CountSteps(passes), *runs]  # before a checkpoint
         if own is not None and several:
             runs = keras_callbacks.edited(own, runs)
             process_set = own.process_set

@@ -29,7 +29,7 @@ _NAME = re.compile(r"(checkpoint-\d{5,}-\d{7,})\.([0-9a-f]{8})-\d{4,}\.h5")
 _BYTES = 1 << 24  # of a value that are sent at once
 
 # Begin the names of what follows the variables of a training in a checkpoint.
-METRIC, CALLBACK, POSITION = "metric ", "callback ", "position in the data"
+METRIC, CALLBACK = "metric ", "callback "
 
 
 @dataclasses.dataclass
@@ -40,7 +40,6 @@ class Found:
     metadata: dict[str, Any]
     stored: list[Any]  # (path, shape, dtype, whether by rank) of each variable
     more: list[Any]  # the same of values of metrics and callbacks, which follow
-    position: Any  # the same of the ranks' positions in the data; None without
     content: storage.Content | None  # only on the first rank
 
     @property
@@ -93,10 +92,9 @@ def find(
         return None, training
     if damaged and process_set.rank() == 0:
         warnings.warn(f"Checkpoint: damaged: {reasons}. Restoring {path}.", stacklevel=4)
-    position = stored.pop() if stored and stored[-1][0] == POSITION else None
     more = [described for described in stored if described[0].startswith((METRIC, CALLBACK))]
     own = stored[: len(stored) - len(more)]
-    return Found(path, metadata, own, more, position, content), training
+    return Found(path, metadata, own, more, content), training
 
 
 def _read(directory: pathlib.Path, restore: bool, damaged: dict[str, str]) -> Any:

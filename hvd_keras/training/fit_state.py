@@ -74,10 +74,10 @@ class Fit:
     process_set: ProcessSet
     backend: Backend
     has_begun: bool = False  # the ranks have compared what must be equal
-    passes: Sequence[Passes] = ()  # over the sharded sources of its data, if epochs are whole ones
-    goes_on: bool = False  # an epoch begins within a pass over sharded data, where the last ended
+    # Over the sharded sources of its data, if epochs are whole passes, or passes follow for ever.
+    passes: Sequence[Passes] = ()
     seekable: Any = None  # the same, if they can continue at any row
-    position: Any = None  # in data that cannot, if it can be saved
+    begins_anew: bool = False  # a restart reads its data from the first pass on
     iterator: Any = None  # Keras's, over the batches of each epoch
     dataset: Any = None  # over which it iterates
     problem: Exception | None = None  # of this rank's model, which could not be traced

@@ -203,8 +203,7 @@ def seekable(dataset: Any) -> Passes | None:
 
     Each element of the dataset must be made of one batch of the source.
     """
-    node = datasets.below(dataset, datasets.PASSING_ON)
-    passes: Passes | None = getattr(node, "_hvd_pass", None)
+    passes = None if repeats(dataset) else _pass_below(dataset)
     return passes if passes is not None and passes.source.unit else None
 
 
