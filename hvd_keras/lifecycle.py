@@ -339,11 +339,14 @@ def _flush() -> None:
 
 
 def _leave(reason: str, seconds: float) -> LeaveResult:
+    observe.close_timeline()
     left = LeaveResult(libraries.core().hvd_leave(reason.encode(), seconds))
     if left is LeaveResult.AWAITED:
         log.logger.error("left while others waited for it, so the job ends: %s", reason)
         _flush()
     observe.stop_publishing()
+    if left is LeaveResult.TOGETHER:
+        observe.merge_timeline()
     flight.stop(keep=left is not LeaveResult.TOGETHER)
     time.sleep(_LINGER_SECONDS.get(left, 0.0))
     return left

@@ -1,12 +1,15 @@
 """Statistics and timelines of the job's communication."""
 
 import contextlib
+import functools
 import json
 import os
 import pathlib
 import threading
+from collections.abc import Callable
 from typing import Any
 
+from hvd_keras import timeline
 from hvd_keras.runtime import agree, libraries, log, rank_info, settings
 
 #: Seconds between two looks at the training step, and two versions of the file.
@@ -42,26 +45,51 @@ def stats() -> dict[str, Any]:
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
     """Start a timeline of all ranks, for https://ui.perfetto.dev or chrome://tracing.
 
-    Call it on every rank. Rank 0 writes one file for the job and replaces an existing one. To
-    record a whole job, use ``HVD_TIMELINE`` or ``hvdrun --timeline`` instead. docs/observing.md
-    describes the content.
+    Call it on every rank. In the end, rank 0 makes one file for the job, which replaces an existing
+    one. To record a whole job, use ``HVD_TIMELINE`` or ``hvdrun --timeline`` instead.
+    docs/observing.md describes the content.
 
     Args:
-        file_path: the file; only rank 0's value is used.
+        file_path: the file; only rank 0's value is used. On several hosts, in a shared folder:
+            until the end, each rank writes to a file of its own there.
         mark_cycles: accepted for Horovod's scripts; has no effect: hvd_keras has no cycles.
 
     Raises:
-        ValueError: ``init()`` was not called; or, on every rank, rank 0 cannot write the file or is
+        ValueError: ``init()`` was not called; or, on every rank, a rank cannot write its file or is
             already writing a timeline.
     """
     del mark_cycles
+    _start_timeline("hvd.start_timeline", pathlib.Path(file_path))
 
-    def start() -> None:
-        core = libraries.core()
-        if rank_info.rank() == 0 and core.hvd_start_timeline(os.fsencode(file_path)) != 0:
-            raise ValueError(core.hvd_error().decode())
 
-    agree.on_all_ranks("hvd.start_timeline", start)
+#: On rank 0: the file of the timeline that the ranks record, and how many they are.
+_timeline: tuple[pathlib.Path, int] | None = None
+
+
+def _start_timeline(name: str, file: pathlib.Path) -> None:
+    global _timeline
+
+    def make(begin: Callable[[], int | None]) -> int | None:
+        try:
+            return begin()
+        except OSError as error:
+            raise ValueError(
+                f"cannot make the file '{file}': {error.strerror}. Choose a path in a folder that "
+                "exists, has space and that every rank may write to."
+            ) from error
+
+    def clear() -> None:
+        if _timeline is not None:
+            raise ValueError("a timeline is being written already. Call hvd.stop_timeline() first.")
+        if rank_info.rank() == 0:
+            timeline.clear(file)
+
+    agree.on_all_ranks(name, lambda: make(clear))
+    file = pathlib.Path(agree.gather_json(name, str(file.absolute()))[0])
+    begin = functools.partial(timeline.begin, file, rank_info.rank())
+    libraries.core().hvd_trace(agree.on_all_ranks(name, lambda: make(begin)))
+    if rank_info.rank() == 0:
+        _timeline = file, rank_info.size()
 
 
 def stop_timeline() -> None:
@@ -72,10 +100,30 @@ def stop_timeline() -> None:
     Raises:
         ValueError: ``init()`` was not called.
     """
-    # The ranks' latest times are exchanged with the next request.
-    agree.run("barrier", [], name="unnamed")
-    libraries.core().hvd_stop_timeline()
-    agree.run("barrier", [], name="unnamed")  # after this, any rank may read the file
+    agree.run("barrier", [], name="unnamed")  # all ranks have it: by such requests they are joined
+    agree.on_all_ranks("hvd.stop_timeline", close_timeline)
+    agree.on_all_ranks("hvd.stop_timeline", merge_timeline)  # then any rank may read the file
+
+
+def close_timeline() -> None:
+    """Record no further requests of this rank."""
+    libraries.core().hvd_trace(-1)
+
+
+def merge_timeline() -> None:
+    """Make the timeline, on rank 0, if there is one, when all ranks have closed theirs."""
+    global _timeline
+    if _timeline is None:
+        return
+    (file, size), _timeline = _timeline, None
+    try:
+        if (count := timeline.merge(file)) < size:
+            log.logger.warning(
+                "%s has %d of %d ranks: name a file in a folder that all hosts share",
+                *(file, count, size),
+            )
+    except OSError as error:
+        log.logger.error("cannot write the timeline %s: %s", file, error.strerror)
 
 
 #: What `hooks.progress` keeps of the last fit: epoch, epochs, steps, samples (None: unknown), loss,
@@ -123,9 +171,11 @@ publisher: _Publisher | None = None
 
 
 def start_publishing() -> None:
-    """Begins to publish statistics if they are wanted; after the job has begun."""
+    """Begins to publish statistics and a timeline if they are wanted; after the job has begun."""
     global publisher
     chosen = settings.read()
+    if chosen.timeline is not None:
+        _start_timeline("HVD_TIMELINE", chosen.timeline)
     if chosen.tells_statistics or chosen.stats_directory is not None:
         publisher = _Publisher(None if chosen.tells_statistics else chosen.stats_directory)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from hvd_keras import postmortem
+from hvd_keras import postmortem, timeline
 from hvd_keras.launch.errors import STARTED, refusing, say
 from hvd_keras.launch.follow.outcome import Verdict, judge, time_to_end
 from hvd_keras.launch.follow.output import Output
@@ -105,6 +105,8 @@ class Job:
             finally:
                 await self._ranks.close()
                 if options.timeline is not None and Path(options.timeline).exists():
+                    with contextlib.suppress(OSError):  # whoever opens it will see why
+                        timeline.merge(Path(options.timeline))  # rank 0 has not if one failed
                     say(f"timeline: python -m hvd_keras.timeline {options.timeline}")
                 if options.stats:
                     say(table(spec.statistics))

@@ -57,6 +57,7 @@ class Settings:
     all_tracebacks: bool = True
     postmortem: pathlib.Path | None = None  # where each rank keeps what it did last
     postmortem_is_asked: bool = False  # the user has named that folder, not hvdrun
+    timeline: pathlib.Path | None = None  # the file of that of all ranks
     stats_directory: pathlib.Path | None = None  # where each rank writes its statistics
     tells_statistics: bool = False  # hvdrun wants them
     commits: pathlib.Path | None = None  # where rank 0 keeps what hvd.elastic commits
@@ -67,7 +68,7 @@ def _flag(name: str) -> bool:
     return os.environ.get(name, "0") not in ("", "0")
 
 
-def _folder(name: str) -> pathlib.Path | None:
+def _path(name: str) -> pathlib.Path | None:
     text = os.environ.get(name)
     return pathlib.Path(text) if text else None
 
@@ -91,8 +92,8 @@ def read() -> Settings:
         raise ValueError(f"HVD_AUTO is {auto!r}, expected divided. Correct or unset it.")
     # Variables HVDRUN_… come from the launcher, HVD_… from the user.
     watched = "HVDRUN_JOB" in os.environ
-    asked = _folder("HVD_POSTMORTEM")
-    postmortem = asked or _folder("HVDRUN_POSTMORTEM")
+    asked = _path("HVD_POSTMORTEM")
+    postmortem = asked or _path("HVDRUN_POSTMORTEM")
     return Settings(
         bucket_bytes=int(size),
         log_level=level.upper(),
@@ -105,9 +106,10 @@ def read() -> Settings:
         all_tracebacks="HVDRUN_VERBOSE" in os.environ or not watched,
         postmortem=postmortem and postmortem.absolute(),
         postmortem_is_asked=asked is not None,
-        stats_directory=_folder("HVD_STATS_DIRECTORY"),
+        timeline=_path("HVD_TIMELINE"),
+        stats_directory=_path("HVD_STATS_DIRECTORY"),
         tells_statistics="HVDRUN_STATISTICS" in os.environ,
-        commits=_folder("HVD_COMMITS"),
+        commits=_path("HVD_COMMITS"),
         always_divides=auto == "divided",
     )
 

@@ -151,13 +151,9 @@ HVD_EXPORT const char* hvd_stats() {
   return text.c_str();
 }
 
-// On rank 0, after hvd_init().
-HVD_EXPORT int hvd_start_timeline(const char* path) {
-  return result([&](hvd::World& world) { return world.recorder()->start_timeline(path); });
-}
-
-HVD_EXPORT void hvd_stop_timeline() {
-  log_error([](hvd::World& world) { world.recorder()->stop_timeline(); });
+// Appends each request that has run to this file, which it closes; -1: to none. After hvd_init().
+HVD_EXPORT void hvd_trace(int descriptor) {
+  log_error([&](hvd::World& world) { world.recorder()->trace(descriptor); });
 }
 
 // Keeps this process's last requests in a file. Requests that fail are told to a socket, see

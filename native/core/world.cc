@@ -177,8 +177,10 @@ Status World::init(const std::vector<int>& ranks, const MPI_Comm* communicator) 
   rank_info_ = {rank, size, rank_in(local), ranks_in(local), rank_in(cross), ranks_in(cross), 0};
   HVD_MPI(MPI_Comm_free(&local));
   HVD_MPI(MPI_Comm_free(&cross));
-  int bounds[4] = {rank_info_.local_size, -rank_info_.local_size, HVD_BUILD, -HVD_BUILD};
-  HVD_MPI(MPI_Allreduce(MPI_IN_PLACE, bounds, 4, MPI_INT, MPI_MAX, job_));
+  const int traces = settings_.traces;
+  int bounds[6] = {rank_info_.local_size, -rank_info_.local_size, HVD_BUILD, -HVD_BUILD,
+                   traces,                -traces};
+  HVD_MPI(MPI_Allreduce(MPI_IN_PLACE, bounds, 6, MPI_INT, MPI_MAX, job_));
   rank_info_.homogeneous = bounds[0] == -bounds[1];
   if (bounds[2] != -bounds[3]) {
     HVD_MPI(MPI_Comm_free(&job_));
@@ -187,15 +189,18 @@ Status World::init(const std::vector<int>& ranks, const MPI_Comm* communicator) 
                          "each other. Install the same one for all ranks, on all hosts.");
   }
 
+  if (bounds[4] != -bounds[5]) {
+    HVD_MPI(MPI_Comm_free(&job_));
+    return Status::error(Code::invalid_argument,
+                         "only some ranks have HVD_TIMELINE. Set it on all (with Open MPI's mpirun: "
+                         "-x HVD_TIMELINE) or none.");
+  }
+
   recorder_ = std::make_shared<Recorder>(rank, size);
   before_mpi_aborts([recorder = recorder_](const std::string& why) {
     recorder->flight().failed(why);
     recorder->flight().alarm();
   });
-  if (Status status = begin_timeline(); !status.ok()) {
-    HVD_MPI(MPI_Comm_free(&job_));
-    return status;
-  }
   std::vector<int> all(size);
   std::iota(all.begin(), all.end(), 0);
   process_sets().add(0, {rank, size, new_engine(job_, all, 0)});
@@ -211,21 +216,6 @@ std::shared_ptr<Engine> World::new_engine(MPI_Comm members, const std::vector<in
   auto host = transport_between(members, ranks, settings_.allreduce);
   return std::make_shared<Engine>(with_gpus(members, std::move(host), settings_, id), settings_,
                                   recorder_, id);
-}
-
-// Rank 0 alone writes it; if it cannot, all ranks get the error.
-Status World::begin_timeline() {
-  Status status;
-  if (rank_info_.rank == 0 && !settings_.timeline.empty()) {
-    status = recorder_->start_timeline(settings_.timeline);
-    if (!status.ok()) status.message = "HVD_TIMELINE: rank 0 " + status.message;
-  }
-  int size = static_cast<int>(status.message.size());
-  HVD_MPI(MPI_Bcast(&size, 1, MPI_INT, 0, job_));
-  status.message.resize(size);
-  HVD_MPI(MPI_Bcast(status.message.data(), size, MPI_CHAR, 0, job_));
-  if (size > 0) status.code = Code::invalid_argument;
-  return status;
 }
 
 Status World::add_process_set(int id, const std::vector<int>& ranks) {
@@ -274,7 +264,6 @@ Engine::LeaveResult World::leave(const std::string& reason, double seconds) {
   if (all_left_together_) {
     process_sets().clear();
     for (const auto& engine : engines) engine->close();
-    recorder_->stop_timeline();
     HVD_MPI(MPI_Comm_free(&job_));
     initialized_ = false;
   }

@@ -46,7 +46,6 @@ class World {
   World() = default;
   Status start_mpi();
   Status choose_job(const std::vector<int>& ranks, const MPI_Comm* communicator);
-  Status begin_timeline();
   std::shared_ptr<Engine> new_engine(MPI_Comm members, const std::vector<int>& ranks, int id);
 
   Settings settings_;

@@ -18,7 +18,7 @@ class Failing : public test::ThreadTransport {
   Failing(std::shared_ptr<test::Hub> hub, int rank, std::string method)
       : ThreadTransport(std::move(hub), rank), method_(std::move(method)) {}
 
-  std::optional<Agreement> agree(const Proposal& mine, const Request* next,
+  std::optional<Summary> agree(const Proposal& mine, const Request* next,
                                  const Waiting& waiting) override {
     fail(!waiting ? "agree at once" : next ? "agree to run" : "agree");
     return ThreadTransport::agree(mine, next, waiting);

@@ -389,7 +389,6 @@ void done_may_submit_the_next() {
   });
 }
 
-// Or, if a rank wants them, what all ranks have waited.
 void agreements_tell_who_waited_least() {
   std::vector<int> ranks(size);
   std::iota(ranks.begin(), ranks.end(), 0);
@@ -398,26 +397,18 @@ void agreements_tell_who_waited_least() {
   for (int first = 0; first < size; ++first) {
     const auto waited = [&](int r) -> uint64_t { return r == first ? 10 : 1000 + r * r; };
     for (int odd = -1; odd < size; ++odd) {  // the rank that proposes something else
-      for (const bool wanted : {false, true}) {
-        Proposal mine;
-        mine.fingerprint = rank == odd ? 8 : 7;
-        if (wanted && rank == size - 1) mine.flags = Proposal::wants_times;
-        if (rank == first) mine.flags |= Proposal::several_sets;
-        mine.wait_times = {waited(rank), static_cast<uint64_t>(rank), 0};
-        const Agreement all = *transport->agree(mine, nullptr, patient);
-        uint64_t together = 0;
-        for (int r = 0; r < size; ++r) together += waited(r);
-        CHECK_EQ(all.all_propose(mine.fingerprint), odd < 0 || size == 1);
-        CHECK_EQ(all.flags & Proposal::several_sets, uint64_t{Proposal::several_sets});
-        CHECK_EQ(all.waited, together);
-        CHECK_EQ(all.waited_least, 10U);
-        CHECK_EQ(all.last, static_cast<uint64_t>(first));
-        if (wanted) CHECK_EQ(all.all_times.size(), static_cast<size_t>(size));
-        for (int r = 0; r < size && wanted; ++r) {
-          CHECK_EQ(all.all_times[r].waited_ns, waited(r));
-          CHECK_EQ(all.all_times[r].ran_ns, static_cast<uint64_t>(r));
-        }
-      }
+      Proposal mine;
+      mine.fingerprint = rank == odd ? 8 : 7;
+      if (rank == first) mine.flags = Proposal::several_sets;
+      mine.waited_ns = waited(rank);
+      const Summary all = *transport->agree(mine, nullptr, patient);
+      uint64_t together = 0;
+      for (int r = 0; r < size; ++r) together += waited(r);
+      CHECK_EQ(all.all_propose(mine.fingerprint), odd < 0 || size == 1);
+      CHECK_EQ(all.flags, uint64_t{Proposal::several_sets});
+      CHECK_EQ(all.waited, together);
+      CHECK_EQ(all.waited_least, 10U);
+      CHECK_EQ(all.last, static_cast<uint64_t>(first));
     }
   }
 }

@@ -45,13 +45,8 @@ while True:
 """
 
 
-def slices(path: pathlib.Path, killed: bool = False) -> list[dict]:
-    """Reads the events of a file; that of a killed job may lack its end and last line."""
-    text = path.read_text()
-    if killed:
-        assert not text.endswith("]\n")
-        text = text[: text.rindex(",\n")] + "]"
-    return [event for event in json.loads(text) if event["ph"] == "X"]
+def slices(path: pathlib.Path) -> list[dict]:
+    return [event for event in json.loads(path.read_text()) if event["ph"] == "X"]
 
 
 def test_a_job_with_a_late_rank(hvdrun) -> None:
@@ -79,7 +74,10 @@ def test_a_job_with_a_late_rank(hvdrun) -> None:
 
     table = [line.split() for line in done.stderr.partition("hvdrun: statistics")[2].splitlines()]
     assert ["allreduce", str(TIMES), "32", "kB"] in [row[:4] for row in table]
-    assert ["allgather", "1", "24", "kB"] in [row[:4] for row in table]
+    (gathered,) = (row for row in table if row and row[0] == "allgather")
+    # Small ones have come before, by which the ranks have agreed on the timeline.
+    assert 24 <= float(gathered[2]) < 25
+    assert gathered[3] == "kB"
     of_rank = {row[0]: row for row in table if row and row[0] in "01" and len(row) > 5}
     times = {rank: int(row[row.index("times") - 1]) for rank, row in of_rank.items()}
     assert times["1"] >= TIMES
@@ -95,15 +93,19 @@ def test_the_timeline_survives_kill_9(hvdrun, killed: list[int]) -> None:
     process = hvdrun.start(2, ENDLESS)
     pids = [hvdrun.folder / f"pid-{rank}" for rank in range(2)]
     wait_until(lambda: all(pid.exists() for pid in pids), "both ranks run")
-    wait_until(lambda: path.stat().st_size > 1_000_000, "the timeline grows")
+    grows = [hvdrun.folder / f"timeline.json.rank-{rank}" for rank in range(2)]
+    wait_until(lambda: all(one.stat().st_size > 300_000 for one in grows), "the timeline grows")
     for rank in killed:
         os.kill(int(pids[rank].read_text()), signal.SIGKILL)
     process.communicate()
     assert process.returncode == 128 + signal.SIGKILL
-    found = slices(path, killed=True)
-    assert len(found) > 1000
+    assert len(timeline.parts(path)) == 2
+    timeline.merge(path)
+    assert not timeline.parts(path)
+    found = slices(path)
+    assert len(found) > 4000
     moved = [sum(e["pid"] == rank and "gradients" in e["name"] for e in found) for rank in (0, 1)]
-    assert moved[0] - 1 <= moved[1] <= moved[0]
+    assert abs(moved[0] - moved[1]) <= 1
 
 
 @pytest.mark.slow
@@ -116,7 +118,7 @@ def test_a_timeline_that_rank_0_cannot_write(tmp_path) -> None:
             print("refused:", error)
     """
     job = ranks.run_script(tmp_path, 2, script, HVD_TIMELINE=str(tmp_path / "none" / "t.json"))
-    assert job.output.count("refused: HVD_TIMELINE: rank 0 cannot make the file") == 2, job.output
+    assert job.output.count("refused: HVD_TIMELINE: rank 0: cannot make the file") == 2, job.output
 
 
 @pytest.mark.parametrize("path", ["", "none/timeline.json", "."])

@@ -52,7 +52,7 @@ Status read(const char* name, GpuBackend* backend) {
 }  // namespace
 
 Status read_settings(Settings* settings) {
-  settings->timeline = read_text("HVD_TIMELINE");
+  settings->traces = !read_text("HVD_TIMELINE").empty();
   settings->ranks_share_gpus = read_text("NCCL_MULTI_RANK_GPU_ENABLE") == "1";
   settings->cudart_library = read_text("HVD_CUDART_LIBRARY");
   settings->nccl_library = read_text("HVD_NCCL_LIBRARY");

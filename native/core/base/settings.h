@@ -29,8 +29,8 @@ struct Settings {
   double mismatch_seconds = 20.0;
   // HVD_ALLREDUCE: auto, direct or grid; that of a process set's first rank counts.
   Allreduce allreduce = Allreduce::automatic;
-  // HVD_TIMELINE: the file to which rank 0 writes what all ranks do; empty: none.
-  std::string timeline;
+  // HVD_TIMELINE: whether Python will ask for a trace, which all ranks must do.
+  bool traces = false;
   // HVD_GPU_OPERATIONS: what transfers tensors of GPUs: NCCL, or MPI (through the host's memory).
   // By collective: HVD_GPU_ALLREDUCE, HVD_GPU_ALLGATHER, HVD_GPU_BROADCAST.
   GpuBackend gpu_operations = GpuBackend::nccl;

@@ -101,8 +101,8 @@ ClusterTransport::Shared& ClusterTransport::shared(int local_rank) const {
   return *reinterpret_cast<Shared*>(memory_->area(local_rank, kWindow));
 }
 
-std::optional<Agreement> ClusterTransport::agree(const Proposal& mine, const Request* next,
-                                                 const Waiting& waiting) {
+std::optional<Summary> ClusterTransport::agree(const Proposal& mine, const Request* next,
+                                               const Waiting& waiting) {
   if (!waiting && !MpiTransport::is_brief(*next)) return {};
   if (!proposed_) {
     begin(waiting);
@@ -117,10 +117,10 @@ std::optional<Agreement> ClusterTransport::agree(const Proposal& mine, const Req
     while (!poll()) wait.turn(std::exchange(progressed, false));
   }
   const Summary all = shared(0).all.summary;
-  if (!waiting && all.flags & Proposal::wants_times) return {};
   proposed_ = false;
   if (all.least != all.most) along_.reset();
-  return mpi_->agreed(all, mine, waiting);
+  mpi_->note_agreement();
+  return all;
 }
 
 void ClusterTransport::propose(const Proposal& mine, const Request* next) {

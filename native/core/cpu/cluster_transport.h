@@ -46,8 +46,8 @@ class ClusterTransport : public KindTransport {
   const std::vector<int>& ranks() const override { return mpi_->ranks(); }
   int rank() const override { return mpi_->rank(); }
   const std::string& host(int rank) const override { return mpi_->host(rank); }
-  std::optional<Agreement> agree(const Proposal& mine, const Request* next,
-                                 const Waiting& waiting) override;
+  std::optional<Summary> agree(const Proposal& mine, const Request* next,
+                               const Waiting& waiting) override;
   Transport* mpi() override { return mpi_.get(); }
   void abort(const std::string& why) override { mpi_->abort(why); }
   void check_aborted() override { mpi_->check_aborted(); }

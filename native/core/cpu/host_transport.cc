@@ -106,8 +106,8 @@ char* HostTransport::sent_along(int rank, bool in_slots) const {
   return slot(rank, place / kPlacesPerSlot) + place % kPlacesPerSlot * kMostAlong;
 }
 
-Agreement HostTransport::read_proposals() {
-  Agreement all;
+Summary HostTransport::read_proposals() {
+  Summary all;
   sources_.resize(size());
   for (int r = 0; r < size(); ++r) {
     Head head;
@@ -115,19 +115,14 @@ Agreement HostTransport::read_proposals() {
     all.add(Summary(head.proposal, r));
     sources_[r] = sent_along(r, head.in_slots);
   }
-  for (int r = 0; r < size() && all.flags & Proposal::wants_times; ++r) {
-    Head head;
-    std::memcpy(&head, small_slot(r, proposal_step_), sizeof head);
-    all.all_times.push_back(head.proposal.wait_times);
-  }
   proposed_ = false;
   slot_use_ = SlotUse::none;
   if (all.least != all.most) along_.reset();
   return all;
 }
 
-std::optional<Agreement> HostTransport::agree(const Proposal& mine, const Request* next,
-                                              const Waiting& waiting) {
+std::optional<Summary> HostTransport::agree(const Proposal& mine, const Request* next,
+                                            const Waiting& waiting) {
   const bool at_once = !waiting;
   if (at_once && (next->kind != Kind::allreduce || next->device != kOnHost ||
                   input_bytes(*next) > kMostAtOnce))

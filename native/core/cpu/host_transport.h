@@ -58,8 +58,8 @@ class HostTransport : public KindTransport {
   const std::vector<int>& ranks() const override { return mpi_->ranks(); }
   int rank() const override { return mpi_->rank(); }
   const std::string& host(int rank) const override { return mpi_->host(rank); }
-  std::optional<Agreement> agree(const Proposal& mine, const Request* next,
-                                 const Waiting& waiting) override;
+  std::optional<Summary> agree(const Proposal& mine, const Request* next,
+                               const Waiting& waiting) override;
   Transport* mpi() override { return mpi_.get(); }
   void abort(const std::string& why) override;
   void check_aborted() override;
@@ -93,7 +93,7 @@ class HostTransport : public KindTransport {
                   int64_t bytes, ByteCursor& in, ByteCursor& out, char* sent);
   std::optional<DTypeGroup> to_send_along(const Request& request) const;
   void propose(const Proposal& mine, std::optional<DTypeGroup> along);
-  Agreement read_proposals();
+  Summary read_proposals();
 
   template <typename Take>
   void scatter(std::vector<ByteCursor>& to, int64_t longest, const Take& take);

@@ -73,8 +73,8 @@ void MpiTransport::wait(InterHostExchange& exchange) {
   while (!exchange.done()) wait.turn(exchange.advance());
 }
 
-std::optional<Agreement> MpiTransport::agree(const Proposal& mine, const Request* next,
-                                             const Waiting& waiting) {
+std::optional<Summary> MpiTransport::agree(const Proposal& mine, const Request* next,
+                                           const Waiting& waiting) {
   if (!waiting && !is_brief(*next)) return {};
   waiting_ = waiting;
   if (!proposals_.started()) propose(mine, next);
@@ -84,10 +84,10 @@ std::optional<Agreement> MpiTransport::agree(const Proposal& mine, const Request
   if (!waiting && !done_briefly(size(), poll)) return {};
   if (waiting) wait(proposals_);
   const Summary all = proposals_.all();
-  if (!waiting && all.flags & Proposal::wants_times) return {};
   proposals_.end();
   if (all.least != all.most) along_.reset();
-  return agreed(all, mine, waiting);
+  note_agreement();
+  return all;
 }
 
 bool MpiTransport::is_brief(const Request& request) {
@@ -104,16 +104,10 @@ void MpiTransport::propose(const Proposal& mine, const Request* next) {
   proposals_.start(Summary(mine, rank_), chunk_.data(), bytes);
 }
 
-Agreement MpiTransport::agreed(const Summary& all, const Proposal& mine, const Waiting& waiting) {
+void MpiTransport::note_agreement() {
   // Some may have come, but no longer wait.
   if (seconds_since(agreed_) > kLateSeconds) waiter_->check_aborted();
   agreed_ = Clock::now();
-  Agreement agreement{all, {}};
-  if (all.flags & Proposal::wants_times) {
-    begin(waiting);
-    agreement.all_times = share_numbers<WaitTimes>({mine.wait_times});
-  }
-  return agreement;
 }
 
 void MpiTransport::allreduce(Request& request) {

@@ -44,10 +44,10 @@ class MpiTransport : public KindTransport {
   const std::vector<int>& ranks() const override { return ranks_; }
   int rank() const override { return rank_; }
   const std::string& host(int rank) const override { return hosts_[host_of_[rank]]; }
-  std::optional<Agreement> agree(const Proposal& mine, const Request* next,
-                                 const Waiting& waiting) override;
+  std::optional<Summary> agree(const Proposal& mine, const Request* next,
+                               const Waiting& waiting) override;
   // The end of an agreement, once this is known of all.
-  Agreement agreed(const Summary& all, const Proposal& mine, const Waiting& waiting);
+  void note_agreement();
 
   Transport* mpi() override { return this; }
   void abort(const std::string& why) override { waiter_->abort(why); }

@@ -86,7 +86,7 @@ void Engine::serve_at_once(const Entry& head) {
   Status status;
   try {
     const StandardArithmetic as_in_the_engines_thread;
-    std::optional<Agreement> agreement;
+    std::optional<Summary> agreement;
     all_or_abort([&] {
       check_other_sets();
       agreement = transport_->agree(history_.proposal(head.fingerprint), &head.request, {});
@@ -126,7 +126,7 @@ void Engine::loop() try {
 bool Engine::serve_next() {
   const Entry* const entry = wait_for_head();
   const uint64_t head = entry ? entry->fingerprint : kLeaving;
-  std::optional<Agreement> agreement = std::exchange(agreed_, {});
+  std::optional<Summary> agreement = std::exchange(agreed_, {});
   if (!agreement) {
     check_other_sets();
     const Proposal mine = history_.proposal(head);

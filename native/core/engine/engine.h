@@ -126,7 +126,7 @@ class Engine {
   std::string why_stopped_;
 
   // Used by the thread that has set in_use_: the engine's, or one that submits.
-  std::optional<Agreement> agreed_;  // by a thread that submits, for the engine's
+  std::optional<Summary> agreed_;  // by a thread that submits, for the engine's
   uint64_t served_ = 0;
   History history_;
   Clock::time_point last_progress_ = Clock::now();

@@ -2,17 +2,15 @@
 //
 //   engine ── served() ──> History, one per process set ── agreed() ──> Recorder, one per process
 //                                                                        ├─ counters: stats()
-//                                                                        └─ timeline, on rank 0
+//                                                                        └─ trace, if asked for
 //
 // Clocks of different ranks are never compared. With each proposal a rank reports how long it
-// waited and ran since its previous proposal. An agreement ends on all ranks at once (up to a
-// millisecond, by which a long wait may oversleep), so rank 0 can place these times on its own
-// clock and draw a row for every rank.
+// waited since its previous proposal. An agreement ends on all ranks at once (up to a millisecond,
+// by which a long wait may oversleep), by which hvd_keras/timeline.py joins the ranks' traces.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -23,35 +21,32 @@
 #include "core/base/clock.h"
 #include "core/base/status.h"
 #include "core/engine/flight_recorder.h"
-#include "core/engine/trace_file.h"
 #include "core/request/transport.h"
 
 namespace hvd {
 
-// A request that has run.
+// A request that has run, as in a trace: hvd_keras/timeline.py knows the layout.
 struct Served {
-  std::string kind;
-  std::string name;
-  uint64_t bytes = 0;       // of this rank's inputs
-  Clock::time_point ready;  // submitted, and the engine was free
-  Clock::time_point start;  // all ranks had agreed on it
-  Clock::time_point end;
+  uint64_t turn;      // how many the process set has run; the same on all its ranks
+  uint64_t ready_ns;  // submitted, and the engine was free; on the host's steady clock, as
+  uint64_t start_ns;  // all ranks had agreed on it
+  uint64_t end_ns;
+  uint64_t bytes;  // of this rank's inputs
+  int32_t process_set;
+  char title[212] = {};  // kind and name, cut to this size
 };
-
-// The name of the host of a rank (of the set).
-using HostOf = std::function<std::string(int rank)>;
 
 class Recorder {
  public:
   // For one rank of a job of `size` ranks.
   explicit Recorder(int rank = 0, int size = 1) : rank_(rank), size_(size) {}
+  ~Recorder() { trace(-1); }
+  Recorder(const Recorder&) = delete;
+  Recorder& operator=(const Recorder&) = delete;
 
-  // Starts to write the timeline of all ranks; for rank 0. Fails if a timeline is already being
-  // written, or if the file cannot be written.
-  Status start_timeline(const std::string& path);
-  void stop_timeline();
-  // Whether it is being written.
-  bool draws() const { return file_.is_open(); }
+  // Appends each request that has run to this file, until it cannot be written, and closes it at
+  // the end; -1: to none.
+  void trace(int descriptor);
 
   // Counters as JSON, see docs/observing.md.
   std::string stats();
@@ -65,11 +60,9 @@ class Recorder {
   // The last requests, for a postmortem.
   FlightRecorder& flight() { return flight_; }
 
-  void served(const Served& request);
-  // The requests that the ranks (of the job) of a process set have served between two agreements,
-  // with what the ranks tell of them in the second one.
-  void agreed(int process_set, const std::vector<int>& ranks, const HostOf& host_of,
-              const std::vector<Served>& requests, const Agreement& agreement);
+  void served(const std::string& kind, const std::string& name, const Served& event);
+  // How long the ranks (of the job) of a process set have waited before an agreement.
+  void agreed(const std::vector<int>& ranks, const Summary& agreement);
 
  private:
   struct Counters {
@@ -79,32 +72,18 @@ class Recorder {
     uint64_t times = 0;
     uint64_t ns = 0;
   };
-  struct Span {
-    Clock::time_point begin, end;
-  };
-
-  void draw(int process_set, const std::vector<int>& ranks, const HostOf& host_of,
-            const std::vector<Served>& requests, const std::vector<WaitTimes>& all_times, int last);
-  void slice(int process_set, int rank, const std::string& title, Span span,
-             const std::string& arguments);
-  void begin_row(int process_set, int rank, const std::string& host);
-  void add(const std::string& event);
-  void end_unless(const Status& status);
 
   const int rank_, size_;
   FlightRecorder flight_;
   const Clock::time_point begun_ = Clock::now();
 
-  std::mutex mutex_;  // guards the members below, but for whether the file is open
+  std::mutex mutex_;  // guards the members below
   Clock::time_point ended_{};
   std::string why_aborted_;
   std::atomic<bool> is_aborted_{false};
   std::map<std::string, Counters> kinds_;
   std::map<int, Lateness> ranks_;
-  TraceFile file_;
-  Clock::time_point timeline_begun_{};
-  // By rank and process set: the end of the last slice in the timeline.
-  std::map<std::pair<int, int>, Clock::time_point> rows_;
+  int trace_ = -1;  // the descriptor
 };
 
 // What one engine records; used by its thread only.
@@ -122,18 +101,16 @@ class History {
   // The engine is free for its next request from now on.
   void free() { free_since_ = Clock::now(); }
   // This rank's next one.
-  Proposal proposal(uint64_t fingerprint) const {
-    return {fingerprint, recorder_->draws() ? Proposal::wants_times : uint64_t{0}, past_};
-  }
-  void agreed(const Agreement& agreement);
+  Proposal proposal(uint64_t fingerprint) const { return {fingerprint, 0, waited_ns_}; }
+  void agreed(const Summary& agreement);
 
  private:
   const std::shared_ptr<Recorder> recorder_;
   const int process_set_;
   const Transport& transport_;
   Clock::time_point free_since_ = Clock::now();
-  WaitTimes past_;
-  std::vector<Served> since_;  // the last agreement
+  uint64_t turn_ = 0;
+  uint64_t waited_ns_ = 0;  // since the last agreement
 };
 
 }  // namespace hvd

@@ -116,8 +116,8 @@ auto GpuTransport::noting_aborts(const Call& call) {
 
 // Tensors of GPUs do not travel with proposals; those of the host may. Who submits those again and
 // again at once must still hear that a GPU has failed: the call with `waiting` says so.
-std::optional<Agreement> GpuTransport::agree(const Proposal& mine, const Request* next,
-                                             const Waiting& waiting) {
+std::optional<Summary> GpuTransport::agree(const Proposal& mine, const Request* next,
+                                           const Waiting& waiting) {
   if (next && next->device != kOnHost) next = nullptr;
   if (!waiting && !next) return {};
   const std::string why = failure();
@@ -133,7 +133,7 @@ std::optional<Agreement> GpuTransport::agree(const Proposal& mine, const Request
     };
   }
   return noting_aborts([&] {
-    std::optional<Agreement> agreement = host_->agree(marked, next, watching);
+    std::optional<Summary> agreement = host_->agree(marked, next, watching);
     if (agreement) in_turns_ = agreement->flags & Proposal::several_sets;
     return agreement;
   });

@@ -41,8 +41,8 @@ class GpuTransport : public Transport {
   int rank() const override { return host_->rank(); }
   const std::string& host(int rank) const override { return host_->host(rank); }
   std::string prepare(Request& request) override;
-  std::optional<Agreement> agree(const Proposal& mine, const Request* next,
-                                 const Waiting& waiting) override;
+  std::optional<Summary> agree(const Proposal& mine, const Request* next,
+                               const Waiting& waiting) override;
   std::vector<std::string> gather(const std::string& mine, const Waiting& waiting) override;
   std::string reduce(const std::string& mine, const Combine& combine,
                      const Waiting& waiting) override;

@@ -105,7 +105,7 @@ Status lay_out(Request& request, Transport& transport, const Waiting& waiting, L
   }
   Proposal failed;
   if (!status.ok()) failed.fingerprint = size - transport.rank();
-  const Agreement all = *transport.agree(failed, nullptr, waiting);
+  const Summary all = *transport.agree(failed, nullptr, waiting);
   if (!status.ok() || all.most == 0) return status;
   return Status::error(Code::aborted, "rank " + std::to_string(transport.ranks()[size - all.most]) +
                                           " could not allocate the output of " + identity(request));

@@ -37,23 +37,17 @@ class Aborted : public std::exception {
   const std::string why_;
 };
 
-// What a rank has done since the previous agreement, summed over the requests that it served (the
-// same ones on all ranks). The rank that waited least arrived last.
-struct WaitTimes {
-  uint64_t waited_ns = 0;  // from when it was ready for a request until all ranks agreed on it
-  uint64_t ran_ns = 0;
-  uint64_t bytes = 0;  // of its inputs
-};
-
 // What a rank proposes to run next.
 struct Proposal {
   enum Flag : uint64_t {
-    wants_times = 1,  // this rank needs all ranks' wait times
-    several_sets = 2  // this rank has several process sets, whose NCCL launches need an order
+    several_sets = 1  // this rank has several process sets, whose NCCL launches need an order
   };
   uint64_t fingerprint = 0;
   uint64_t flags = 0;
-  WaitTimes wait_times;
+  // Since the previous agreement, summed over the requests that it served (the same ones on all
+  // ranks): from when it was ready for one until all ranks agreed on it. The rank that waited least
+  // arrived last.
+  uint64_t waited_ns = 0;
 };
 
 // What some ranks propose, in a size that does not depend on their number.
@@ -64,8 +58,8 @@ struct Summary {
       : least(mine.fingerprint),
         most(mine.fingerprint),
         flags(mine.flags),
-        waited(mine.wait_times.waited_ns),
-        waited_least(mine.wait_times.waited_ns),
+        waited(mine.waited_ns),
+        waited_least(mine.waited_ns),
         last(rank) {}
 
   void add(const Summary& other) {
@@ -87,10 +81,6 @@ struct Summary {
   uint64_t waited = 0;                    // by all together, in nanoseconds
   uint64_t waited_least = UINT64_MAX;     // by the rank that came last,
   uint64_t last = 0;                      // the first of those that waited so long
-};
-
-struct Agreement : Summary {
-  std::vector<WaitTimes> all_times;  // by rank of the set, if a rank wants them
 };
 
 class Transport {
@@ -124,8 +114,8 @@ class Transport {
   // Without `waiting`, only if the others come within microseconds and run() takes little longer
   // than a change of threads. Otherwise nothing; then the next call must be agree() with the same
   // arguments and `waiting`, which goes on with it.
-  virtual std::optional<Agreement> agree(const Proposal& mine, const Request* next,
-                                         const Waiting& waiting) = 0;
+  virtual std::optional<Summary> agree(const Proposal& mine, const Request* next,
+                                       const Waiting& waiting) = 0;
 
   // Every rank's bytes, by rank of the set.
   virtual std::vector<std::string> gather(const std::string& mine, const Waiting& waiting) = 0;

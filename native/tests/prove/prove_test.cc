@@ -203,7 +203,7 @@ class NoMpi : public Transport {
   const std::vector<int>& ranks() const override { return ranks_; }
   int rank() const override { return rank_; }
   const std::string& host(int) const override { return host_; }
-  std::optional<Agreement> agree(const Proposal&, const Request*, const Waiting&) override {
+  std::optional<Summary> agree(const Proposal&, const Request*, const Waiting&) override {
     return {};
   }
   std::vector<std::string> gather(const std::string&, const Waiting&) override { return {}; }

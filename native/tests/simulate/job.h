@@ -90,7 +90,6 @@ class Job {
   void script(int r) {
     Process& process = simulation_.processes[r];
     const auto recorder = std::make_shared<Recorder>(r, plan.ranks);
-    if (plan.draws && r == 0) (void)recorder->start_timeline("/dev/null");
     std::vector<std::unique_ptr<Engine>> engines;
     for (const int set : {0, 1}) {
       const std::vector<int>& ranks = plan.members(set);

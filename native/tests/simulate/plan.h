@@ -55,7 +55,6 @@ struct Plan {
     }
     if (some.size() < 2) some.clear();
     few = random.chance(2) ? 16 : 1;
-    draws = random.chance(8);
     settings.allreduce = random.chance(3) ? Allreduce::grid : Allreduce::automatic;
     settings.stall_warning_seconds = random.chance(3) ? 0 : 1.2;
     settings.timeout_seconds = settings.first_timeout_seconds = 6;
@@ -76,7 +75,6 @@ struct Plan {
   Random random;
   std::vector<int> host;  // by rank
   int ranks = 0, few = 16;
-  bool draws = false;          // a timeline
   std::vector<int> all, some;  // ranks of the two process sets; the second may have none
   Settings settings;
   Conditions conditions;

@@ -108,15 +108,15 @@ class ThreadTransport : public Transport {
   int rank() const override { return rank_; }
   const std::string& host(int) const override { return host_; }
 
-  std::optional<Agreement> agree(const Proposal& mine, const Request* next,
-                                 const Waiting& waiting) override {
+  std::optional<Summary> agree(const Proposal& mine, const Request* next,
+                               const Waiting& waiting) override {
     if (!waiting) return at_once(mine, *next);
     if (!proposed_) sent_ = {mine, next ? copies(*next) : std::vector<std::vector<char>>()};
     proposed_ = false;
     return received(of_all(sent_, waiting));
   }
 
-  std::optional<Agreement> at_once(const Proposal& mine, const Request& next) {
+  std::optional<Summary> at_once(const Proposal& mine, const Request& next) {
     for (const Input& input : next.inputs) {
       if (input.bytes() > kMostAtOnce) return {};
     }
@@ -214,12 +214,10 @@ class ThreadTransport : public Transport {
     return all;
   }
 
-  Agreement received(std::vector<Sent> all) {
-    Agreement agreement;
-    for (const Sent& sent : all) {
-      agreement.add(Summary(sent.proposal, static_cast<int>(agreement.all_times.size())));
-      agreement.all_times.push_back(sent.proposal.wait_times);
-    }
+  Summary received(std::vector<Sent> all) {
+    Summary agreement;
+    for (size_t r = 0; r < all.size(); ++r)
+      agreement.add(Summary(all[r].proposal, static_cast<int>(r)));
     const auto differs = [&](const Sent& sent) {
       return sent.proposal.fingerprint != all[0].proposal.fingerprint || sent.inputs.empty();
     };
