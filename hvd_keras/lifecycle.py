@@ -339,7 +339,6 @@ def _flush() -> None:
 
 
 def _leave(reason: str, seconds: float) -> LeaveResult:
-    observe.close_timeline()
     left = LeaveResult(libraries.core().hvd_leave(reason.encode(), seconds))
     if left is LeaveResult.AWAITED:
         log.logger.error("left while others waited for it, so the job ends: %s", reason)

@@ -1,12 +1,10 @@
 """Statistics and timelines of the job's communication."""
 
 import contextlib
-import functools
 import json
 import os
 import pathlib
 import threading
-from collections.abc import Callable
 from typing import Any
 
 from hvd_keras import timeline
@@ -59,37 +57,30 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
             already writing a timeline.
     """
     del mark_cycles
-    _start_timeline("hvd.start_timeline", pathlib.Path(file_path))
+    _start_timeline("hvd.start_timeline", os.fsdecode(file_path))
 
 
-#: On rank 0: the file of the timeline that the ranks record, and how many they are.
-_timeline: tuple[pathlib.Path, int] | None = None
+#: This rank and the file of the timeline that the ranks record.
+_timeline: tuple[int, pathlib.Path] | None = None
 
 
-def _start_timeline(name: str, file: pathlib.Path) -> None:
+def _start_timeline(name: str, path: str) -> None:
     global _timeline
+    file = pathlib.Path(agree.gather_json(name, os.path.abspath(path))[0])
 
-    def make(begin: Callable[[], int | None]) -> int | None:
-        try:
-            return begin()
-        except OSError as error:
-            raise ValueError(
-                f"cannot make the file '{file}': {error.strerror}. Choose a path in a folder that "
-                "exists, has space and that every rank may write to."
-            ) from error
-
-    def clear() -> None:
+    def begin() -> int:
         if _timeline is not None:
             raise ValueError("a timeline is being written already. Call hvd.stop_timeline() first.")
-        if rank_info.rank() == 0:
-            timeline.clear(file)
+        try:
+            return timeline.begin(file, rank_info.rank(), rank_info.size())
+        except OSError as error:
+            raise ValueError(
+                f"cannot make the file '{error.filename}': {error.strerror}. Choose a path in a "
+                "folder that exists, has space and that every rank may write to."
+            ) from error
 
-    agree.on_all_ranks(name, lambda: make(clear))
-    file = pathlib.Path(agree.gather_json(name, str(file.absolute()))[0])
-    begin = functools.partial(timeline.begin, file, rank_info.rank())
-    libraries.core().hvd_trace(agree.on_all_ranks(name, lambda: make(begin)))
-    if rank_info.rank() == 0:
-        _timeline = file, rank_info.size()
+    libraries.core().hvd_trace(agree.on_all_ranks(name, begin))
+    _timeline = rank_info.rank(), file
 
 
 def stop_timeline() -> None:
@@ -101,27 +92,20 @@ def stop_timeline() -> None:
         ValueError: ``init()`` was not called.
     """
     agree.run("barrier", [], name="unnamed")  # all ranks have it: by such requests they are joined
-    agree.on_all_ranks("hvd.stop_timeline", close_timeline)
+    agree.on_all_ranks("hvd.stop_timeline", lambda: libraries.core().hvd_trace(-1))
     agree.on_all_ranks("hvd.stop_timeline", merge_timeline)  # then any rank may read the file
 
 
-def close_timeline() -> None:
-    """Record no further requests of this rank."""
-    libraries.core().hvd_trace(-1)
-
-
 def merge_timeline() -> None:
-    """Make the timeline, on rank 0, if there is one, when all ranks have closed theirs."""
+    """Make the timeline, on rank 0, if there is one and all ranks have closed theirs."""
     global _timeline
-    if _timeline is None:
+    rank, file = _timeline or (-1, pathlib.Path())
+    _timeline = None
+    if rank != 0:
         return
-    (file, size), _timeline = _timeline, None
     try:
-        if (count := timeline.merge(file)) < size:
-            log.logger.warning(
-                "%s has %d of %d ranks: name a file in a folder that all hosts share",
-                *(file, count, size),
-            )
+        if problem := timeline.merge(file):
+            log.logger.warning("%s: name a file in a folder that all hosts share", problem)
     except OSError as error:
         log.logger.error("cannot write the timeline %s: %s", file, error.strerror)
 
@@ -174,7 +158,7 @@ def start_publishing() -> None:
     """Begins to publish statistics and a timeline if they are wanted; after the job has begun."""
     global publisher
     chosen = settings.read()
-    if chosen.timeline is not None:
+    if chosen.timeline:
         _start_timeline("HVD_TIMELINE", chosen.timeline)
     if chosen.tells_statistics or chosen.stats_directory is not None:
         publisher = _Publisher(None if chosen.tells_statistics else chosen.stats_directory)

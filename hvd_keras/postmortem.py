@@ -19,12 +19,13 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 # The layout of the requests, as in native/core/engine/flight_recorder.h.
 _HEAD = struct.Struct("8s i i Q 1024s 4096s")
 _RECORD = struct.Struct("Q q q q Q Q I i 200s")
 _MAGIC = b"hvdreq1\0"
+REQUESTS_BYTES = _HEAD.size + 200 * _RECORD.size
 #: In the order of the recorder's states.
 STATES = ("", "waits for the others", "running", "done", "failed")
 _DONE, _FAILED = 3, 4
@@ -51,14 +52,13 @@ class Place:
         return f"{text}: {source}" if source else text
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """A request of one rank; times in seconds since 1970, 0 if it has not come so far."""
+class Request(NamedTuple):
+    """A request of one rank; times in nanoseconds since 1970, 0 if it has not come so far."""
 
     number: int
-    submitted: float
-    started: float
-    ended: float
+    submitted: int
+    started: int
+    ended: int
     fingerprint: int
     bytes: int
     state: int
@@ -72,15 +72,14 @@ class Rank:
 
     rank: int
     size: int
-    host: str
     leaving: str  # why it submitted nothing more; empty: it did not say so
     failure: str  # its latest error
     requests: list[Request]  # oldest first
     calls: dict[str, Place]  # by request, the latest last
+    host: str
+    has_stacks: bool
     raised: Place | None  # an uncaught exception
     stood: Place | None  # its main thread, when requests failed or the process was ended
-    has_stacks: bool
-    last_sign: float
 
     def open_requests(self) -> list[Request]:
         """Requests that have not succeeded, of those after the last of its process set that did."""
@@ -127,39 +126,17 @@ def read(folder: Path) -> dict[int, Rank]:
 
 def _read_rank(path: Path) -> Rank:
     data = path.read_bytes()
-    expected = _HEAD.size + 200 * _RECORD.size
-    if len(data) != expected or not data.startswith(_MAGIC):
-        raise ValueError(f"{path} is not a file of this version of hvd_keras ({expected} bytes).")
+    if len(data) != REQUESTS_BYTES or not data.startswith(_MAGIC):
+        raise ValueError(f"{path} is not of this version of hvd_keras ({REQUESTS_BYTES} bytes).")
     _, rank, size, _, leaving, failure = _HEAD.unpack_from(data)
-    requests = [
-        _request(fields) for fields in _RECORD.iter_unpack(data[_HEAD.size :]) if fields[0] > 0
-    ]
-    requests.sort(key=lambda request: request.number)
-    about, raised, stood = _read_stacks(path.with_suffix(".stacks"))
-    times = [t for r in requests for t in (r.submitted, r.started, r.ended)]
-    return Rank(
-        rank=rank,
-        size=size,
-        host=about.get("host", "?"),
-        leaving=_text(leaving),
-        failure=_text(failure),
-        requests=requests,
-        calls=_read_calls(path.with_suffix(".calls")),
-        raised=raised,
-        stood=stood,
-        has_stacks=about.get("stacks", False),
-        last_sign=max([0.0, *times]),
-    )
+    records = sorted(one for one in _RECORD.iter_unpack(data[_HEAD.size :]) if one[0] > 0)
+    requests = [Request._make([*one[:-1], _text(one[-1])]) for one in records]
+    calls, stacks = _read_calls(path.with_suffix(".calls")), path.with_suffix(".stacks")
+    return Rank(rank, size, _text(leaving), _text(failure), requests, calls, *_read_stacks(stacks))
 
 
 def _text(field: bytes) -> str:
     return field.rstrip(b"\0").decode(errors="replace")
-
-
-def _request(fields: Sequence[Any]) -> Request:
-    number, submitted, started, ended, fingerprint, size, state, process_set, identity = fields
-    seconds = (submitted / 1e9, started / 1e9, ended / 1e9)
-    return Request(number, *seconds, fingerprint, size, state, process_set, _text(identity))
 
 
 def _read_calls(path: Path) -> dict[str, Place]:
@@ -179,13 +156,12 @@ def is_library(file: str, libraries: tuple[str, ...]) -> bool:
     return file.startswith("<") or os.path.realpath(file).startswith(libraries)
 
 
-def _read_stacks(path: Path) -> tuple[dict[str, Any], Place | None, Place | None]:
-    """The first line, the place of an exception, and that of the main thread in the last dump."""
-    if not path.exists():
-        return {}, None, None
-    first, *lines = path.read_text(errors="replace").splitlines() or ["{}"]
-    about: dict[str, Any] = json.loads(first)
-    libraries = tuple(about.get("libraries", ()))
+def _read_stacks(path: Path) -> tuple[str, bool, Place | None, Place | None]:
+    """The last fields of a `Rank`."""
+    text = path.read_text(errors="replace") if path.exists() else ""
+    first, *lines = text.splitlines() or ['{"host": "?", "libraries": []}']
+    about = json.loads(first)
+    libraries = tuple(about["libraries"])
     raised = stood = None
     section = None  # the innermost line of the script in this thread or exception
     what = ""
@@ -200,8 +176,8 @@ def _read_stacks(path: Path) -> tuple[dict[str, Any], Place | None, Place | None
             file = frame[1]
             if not is_library(file, libraries):
                 section = Place(file, int(frame[2]), frame[3])
-    about["stacks"] = any(line.startswith(("Current", "Thread", "Exception")) for line in lines)
-    return about, raised, stood
+    has_stacks = any(line.startswith(("Current", "Thread", "Exception")) for line in lines)
+    return about["host"], has_stacks, raised, stood
 
 
 def _find(ranks: dict[int, Rank]) -> tuple[list[int], str]:
@@ -309,17 +285,16 @@ def conclusion(folder: Path) -> str:
 
 def report(folder: Path, count: int) -> str:
     """Return the conclusion, and each rank's last requests, ``count`` of them."""
-    paragraphs = [conclusion(folder)]
-    ranks = read(folder)
+    paragraphs, ranks = [conclusion(folder)], read(folder)
+    over = max(max(one[1:4], default=0) for rank in ranks.values() for one in [*rank.requests, ()])
     for rank in ranks.values():
         lines = [f"rank {rank.rank} on {rank.host}"]
         if where := rank.where():
             lines.append(f"  {where}")
         for request in rank.requests[-count:]:
-            at = time.strftime("%H:%M:%S", time.localtime(request.submitted))
-            at += f".{int(request.submitted % 1 * 1000):03}"
-            end = request.ended or max(one.last_sign for one in ranks.values())
-            took = f"{max(0.0, end - request.submitted) * 1000:.1f} ms"
+            at = time.strftime("%H:%M:%S", time.localtime(request.submitted // 10**9))
+            at += f".{request.submitted // 10**6 % 1000:03}"
+            took = f"{max(0, (request.ended or over) - request.submitted) / 1e6:.1f} ms"
             state = STATES[request.state]
             set_ = f", process set {request.process_set}" if request.process_set else ""
             lines.append(f"  {at}  {request.identity}, {request.bytes} B{set_}: {state}, {took}")

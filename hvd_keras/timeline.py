@@ -29,122 +29,92 @@ PORT = 9001  # the one that Perfetto's page allows
 TOGETHER = 100_000
 
 # The layout of a request, as in native/core/engine/recorder.h.
-_SERVED = struct.Struct("5Q i 212s")
+_SERVED = struct.Struct("6Q 208s")
 
 
 class Served(NamedTuple):
     """A request that has run on a rank; times in nanoseconds of its host's clock."""
 
-    turn: int  # of its process set; the same on all ranks
+    process_set: int
+    turn: int  # of the process set; the same on all ranks
     ready: int
     start: int  # when all ranks had agreed on it: at the same moment
     end: int
-    bytes: int
-    process_set: int
+    input_bytes: int
     title: bytes
 
 
-def parts(file: Path) -> list[Path]:
-    """Return the files of ranks that are not yet merged into a timeline."""
-    return [*file.parent.glob(f"{glob.escape(file.name)}.rank-*")]
-
-
-def clear(file: Path) -> None:
-    """Make the file of a new timeline, still empty, and remove what an earlier one has left."""
-    file.write_bytes(b"")
-    for path in parts(file):
-        path.unlink()
-
-
-def begin(file: Path, rank: int) -> int:
+def begin(file: Path, rank: int, size: int) -> int:
     """Make a rank's file and return its descriptor. Raises OSError."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
     descriptor = os.open(f"{file}.rank-{rank}", flags, 0o666)
-    os.write(descriptor, json.dumps([rank, socket.gethostname()]).encode() + b"\n")
+    os.write(descriptor, json.dumps([rank, size, socket.gethostname()]).encode() + b"\n")
     return descriptor
 
 
-def merge(file: Path) -> int:
-    """Make a timeline of the files of its ranks, which it removes; return how many there were."""
-    hosts: dict[int, str] = {}
-    requests: dict[int, list[Served]] = {}
-    found = parts(file)
+def merge(file: Path) -> str:
+    """Make a timeline of its ranks' files, if there are any, and remove them.
+
+    Returns which ranks are missing, as text. Raises OSError.
+    """
+    found = [*file.parent.glob(f"{glob.escape(file.name)}.rank-*")]
+    ranks: dict[int, tuple[str, list[Served]]] = {}
+    size = 0
     for path in found:
-        head, end, data = path.read_bytes().partition(b"\n")
-        if end:  # else the rank was killed at once
-            rank, hosts[rank] = json.loads(head)
-            whole = len(data) // _SERVED.size * _SERVED.size  # a full disk may have cut the last
-            requests[rank] = [Served._make(one) for one in _SERVED.iter_unpack(data[:whole])]
+        head, _, data = path.read_bytes().partition(b"\n")
+        rank, size, host = json.loads(head)
+        whole = len(data) // _SERVED.size * _SERVED.size  # a full disk may have cut the last
+        ranks[rank] = host, [Served._make(one) for one in _SERVED.iter_unpack(data[:whole])]
     if found:
-        with file.open("w") as out:
-            events = map(json.dumps, _events(hosts, _aligned(requests)))
-            out.write("[\n" + ",\n".join(events) + "\n]\n")
+        events = _events({rank: ranks[rank] for rank in sorted(ranks) if rank < size})
+        file.write_text("[\n" + ",\n".join(map(json.dumps, events)) + "\n]\n")
     for path in found:
         path.unlink()
-    return len(found)
+    absent = sorted({*range(size)} - ranks.keys())
+    return f"the timeline {file} lacks ranks {', '.join(map(str, absent))}" if absent else ""
 
 
-def _aligned(requests: Mapping[int, Sequence[Served]]) -> dict[int, list[Served]]:
-    """Return the ranks' requests with times of the first rank's clock: a turn begins on all."""
-    begun: dict[tuple[int, int], int] = {}
-    aligned = {}
-    for rank, own in sorted(requests.items()):
-        differ = [begun[turn] - one.start for one in own if (turn := _turn(one)) in begun]
-        shift = sorted(differ)[len(differ) // 2] if differ else 0
-        aligned[rank] = [
-            one._replace(ready=one.ready + shift, start=one.start + shift, end=one.end + shift)
-            for one in own
+def _events(ranks: Mapping[int, tuple[str, Sequence[Served]]]) -> Iterator[dict[str, Any]]:
+    """Yield a timeline's events: a process for each rank, with a row for each process set."""
+    begun: dict[Any, int] = {}  # when a turn of a set began, on the first rank's clock
+    waits: dict[Any, dict[int, int]] = collections.defaultdict(dict)
+    shifts: dict[int, int] = {}
+    for rank, (_, own) in ranks.items():
+        shift = sorted(begun[one[:2]] - one.start for one in own if one[:2] in begun) or [0]
+        shifts[rank] = shift[len(shift) // 2]
+        for one in own:
+            begun.setdefault(one[:2], one.start + shifts[rank])
+            waits[one[:2]][rank] = one.start - one.ready
+    first = min((own[0].ready + shifts[rank] for rank, (_, own) in ranks.items() if own), default=0)
+    for rank, (host, own) in ranks.items():
+        named: list[tuple[str, int, dict[str, Any]]] = [
+            ("process_name", 0, {"name": f"rank {rank} on {host}"}),
+            ("process_sort_index", 0, {"sort_index": rank}),
         ]
-        begun = {_turn(one): one.start for one in aligned[rank]} | begun
-    return aligned
-
-
-def _turn(one: Served) -> tuple[int, int]:
-    return one.process_set, one.turn
-
-
-def _last_ranks(requests: Mapping[int, Sequence[Served]]) -> dict[tuple[int, int], int | None]:
-    """Return by turn the rank that waited least: it came last, unless all came together."""
-    waited: dict[tuple[int, int], dict[int, int]] = collections.defaultdict(dict)
-    for rank, own in requests.items():
+        for row in {one.process_set for one in own}:
+            named.append(
+                ("thread_name", row, {"name": f"process set {row}" if row else "all ranks"})
+            )
+        for what, row, told in named:
+            yield {"ph": "M", "name": what, "pid": rank, "tid": row, "args": told}
         for one in own:
-            waited[_turn(one)][rank] = one.start - one.ready
-    found: dict[tuple[int, int], int | None] = {}
-    for turn, waits in waited.items():
-        last = min(waits, key=waits.__getitem__)
-        others = max(1, len(waits) - 1)
-        longer = (sum(waits.values()) - waits[last] * len(waits)) / others
-        found[turn] = last if longer >= TOGETHER else None
-    return found
-
-
-def _events(
-    hosts: Mapping[int, str], requests: Mapping[int, Sequence[Served]]
-) -> Iterator[dict[str, Any]]:
-    """Yield a timeline's events: a process for each rank, a row for each process set."""
-    last_ranks = _last_ranks(requests)
-    first = min((one.ready for own in requests.values() for one in own), default=0)
-    for rank, own in requests.items():
-        yield _named("process_name", rank, 0, name=f"rank {rank} on {hosts[rank]}")
-        yield _named("process_sort_index", rank, 0, sort_index=rank)
-        for number in {one.process_set for one in own}:
-            row = f"process set {number}" if number else "all ranks"
-            yield _named("thread_name", rank, number, name=row)
-        for one in own:
+            last = _last(waits[one[:2]])
             title = one.title.rstrip(b"\0").decode(errors="replace")
             kind, _, name = title.partition(" ")
-            last = last_ranks[_turn(one)]
-            told = {"kind": kind, "name": name, "bytes": one.bytes}
+            told = {"kind": kind, "name": name, "bytes": one.input_bytes}
             told |= {"process_set": one.process_set, "last_rank": last}
             wait = "wait" if last in (None, rank) else f"wait for rank {last}"
             for what, begin, end in (wait, one.ready, one.start), (title, one.start, one.end):
-                where = {"pid": rank, "tid": one.process_set}
-                times = {"ts": (begin - first) / 1e3, "dur": (end - begin) / 1e3}
-                yield {"ph": "X", "name": what, **where, **times, "args": told}
+                place = {"ph": "X", "pid": rank, "tid": one.process_set}
+                times = {"ts": (begin + shifts[rank] - first) / 1e3, "dur": (end - begin) / 1e3}
+                yield {**place, "name": what, **times, "args": told}
 
 
-def _named(what: str, rank: int, row: int, **arguments: Any) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": rank, "tid": row, "args": arguments}
+def _last(waits: Mapping[int, int]) -> int | None:
+    """Return the rank that waited least, as it came last; None if all came together."""
+    last = min(waits, key=waits.__getitem__)
+    longer = sum(waits.values()) - waits[last] * len(waits)
+    return last if longer >= TOGETHER * max(1, len(waits) - 1) else None
 
 
 def serve(file: Path) -> None:

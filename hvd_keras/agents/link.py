@@ -3,6 +3,7 @@
 import contextlib
 import json
 import socket
+import socketserver
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -67,6 +68,10 @@ class Link:
         self._connection.close()
 
 
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads, block_on_close, request_queue_size = True, False, socket.SOMAXCONN
+
+
 @contextlib.contextmanager
 def listening(
     address: str, secret: str, talk: Callable[[Link, dict[str, Any]], None]
@@ -77,24 +82,18 @@ def listening(
     message; the connection ends with the call.
     """
 
-    def serve(connection: socket.socket) -> None:
-        with connection:
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
             try:
-                link = Link(connection, secret, listens=True)
+                link = Link(self.request, secret, listens=True)
             except (ProtocolError, OSError):
                 return
             if (first := link.receive()) is not None:
                 talk(link, first)
 
-    def accept() -> None:
-        with contextlib.suppress(OSError):  # the listener is closed
-            while True:
-                connection, _ = listener.accept()
-                threading.Thread(target=serve, args=(connection,), daemon=True).start()
-
-    with socket.create_server((address, 0)) as listener:
-        threading.Thread(target=accept, daemon=True).start()
+    with _Server((address, 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=[0.1], daemon=True).start()
         try:
-            yield listener.getsockname()[1]
+            yield server.server_address[1]
         finally:
-            listener.shutdown(socket.SHUT_RDWR)  # which ends the wait for the next one
+            server.shutdown()

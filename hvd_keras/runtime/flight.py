@@ -24,7 +24,7 @@ import traceback
 from types import CodeType, FrameType, TracebackType
 from typing import BinaryIO
 
-from hvd_keras.postmortem import CALL_BYTES, COUNT, is_library
+from hvd_keras.postmortem import CALL_BYTES, COUNT, REQUESTS_BYTES, is_library
 from hvd_keras.runtime import libraries, log, rank_info, settings
 
 # The latest calls: how many (by request, in a table with a place for each hash).
@@ -49,6 +49,13 @@ def _is_script(file: str) -> bool:
     return not is_library(file, _libraries())
 
 
+def _allocated(path: pathlib.Path, size: int) -> BinaryIO:
+    """Make a file to be mapped. A full disk fails here, not where memory is written (SIGBUS)."""
+    file = path.open("w+b")
+    os.posix_fallocate(file.fileno(), 0, size)
+    return file
+
+
 class _Recorder:
     """The files of this rank."""
 
@@ -59,10 +66,8 @@ class _Recorder:
         folder.mkdir(parents=True, exist_ok=True)
         self._calls: mmap.mmap | None = None
         if settings.read().postmortem_is_asked:  # it takes microseconds of each call
-            with self._paths[1].open("w+b") as file:
-                # A full disk fails here, and not where the memory is written (SIGBUS).
-                os.posix_fallocate(file.fileno(), 0, CALLS * CALL_BYTES)
-                self._calls = mmap.mmap(file.fileno(), CALLS * CALL_BYTES)
+            with _allocated(self._paths[1], CALLS * CALL_BYTES) as calls:
+                self._calls = mmap.mmap(calls.fileno(), 0)
         self._written: list[tuple[str, CodeType, int] | None] = [None] * CALLS
         self._stacks: BinaryIO = self._paths[2].open("wb", buffering=0)
         about = {"host": socket.gethostname(), "pid": os.getpid(), "libraries": _libraries()}
@@ -73,9 +78,8 @@ class _Recorder:
             faulthandler.enable(self._stacks)
         # The core writes a byte when requests fail, and waits until it gets one back.
         self._own, self._core = socket.socketpair()
-        path = os.fsencode(self._paths[0])
-        if libraries.core().hvd_record_requests(path, self._core.fileno()) != 0:
-            raise ValueError(f"HVD_POSTMORTEM: {libraries.core().hvd_error().decode()}")
+        with _allocated(self._paths[0], REQUESTS_BYTES) as requests:
+            libraries.core().hvd_record_requests(requests.fileno(), self._core.fileno())
         threading.Thread(target=self._listen, name="hvd_postmortem", daemon=True).start()
 
     def _write(self, line: str) -> None:
@@ -154,11 +158,9 @@ def start() -> None:
         return
     try:
         _recorder = _Recorder(folder, rank_info.rank())
-    except (OSError, ValueError) as error:
+    except OSError as error:
         if not settings.read().postmortem_is_asked:
             return  # hvdrun then says less after a failure
-        if isinstance(error, ValueError):
-            raise
         raise ValueError(
             f"HVD_POSTMORTEM is '{folder}', where rank {rank_info.rank()} cannot make a file: "
             f"{error.strerror}. Name a folder that every rank may write to, or unset it."

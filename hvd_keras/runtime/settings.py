@@ -57,7 +57,7 @@ class Settings:
     all_tracebacks: bool = True
     postmortem: pathlib.Path | None = None  # where each rank keeps what it did last
     postmortem_is_asked: bool = False  # the user has named that folder, not hvdrun
-    timeline: pathlib.Path | None = None  # the file of that of all ranks
+    timeline: str = ""  # the file of that of all ranks
     stats_directory: pathlib.Path | None = None  # where each rank writes its statistics
     tells_statistics: bool = False  # hvdrun wants them
     commits: pathlib.Path | None = None  # where rank 0 keeps what hvd.elastic commits
@@ -106,7 +106,7 @@ def read() -> Settings:
         all_tracebacks="HVDRUN_VERBOSE" in os.environ or not watched,
         postmortem=postmortem and postmortem.absolute(),
         postmortem_is_asked=asked is not None,
-        timeline=_path("HVD_TIMELINE"),
+        timeline=os.environ.get("HVD_TIMELINE", ""),
         stats_directory=_path("HVD_STATS_DIRECTORY"),
         tells_statistics="HVDRUN_STATISTICS" in os.environ,
         commits=_path("HVD_COMMITS"),

@@ -158,11 +158,11 @@ HVD_EXPORT void hvd_trace(int descriptor) {
 
 // Keeps this process's last requests in a file. Requests that fail are told to a socket, see
 // flight_recorder.h. After hvd_init(), before any request.
-HVD_EXPORT int hvd_record_requests(const char* path, int socket) {
-  return result([&](hvd::World& world) {
+HVD_EXPORT void hvd_record_requests(int descriptor, int socket) {
+  log_error([&](hvd::World& world) {
     hvd::FlightRecorder& flight = world.recorder()->flight();
     flight.listen(socket);
-    return flight.open(path, world.rank_info().rank, world.rank_info().size);
+    flight.open(descriptor, world.rank_info().rank, world.rank_info().size);
   });
 }
 

@@ -256,6 +256,7 @@ Engine::LeaveResult World::leave(const std::string& reason, double seconds) {
   if (!initialized() || process_sets().forked()) return Engine::LeaveResult::all_left;
   std::vector<std::shared_ptr<Engine>> engines = process_sets().engines();
   recorder_->note_end();
+  recorder_->trace(-1);  // no rank has left before all have closed theirs
   for (const auto& engine : engines) engine->announce_leaving(reason);
   // The worst result of all sets.
   Engine::LeaveResult result = Engine::LeaveResult::all_left;

@@ -104,7 +104,7 @@ Summary agreement(const std::vector<uint64_t>& waited_ns) {
 
 // Waited 50 ms and ran for 1.
 Served event(uint64_t bytes = 100) {
-  return {1, kMillisecond, 51 * kMillisecond, 52 * kMillisecond, bytes, 7};
+  return {7, 1, kMillisecond, 51 * kMillisecond, 52 * kMillisecond, bytes};
 }
 
 std::vector<Served> events(const std::string& path) {
@@ -155,7 +155,7 @@ void every_request_is_in_the_trace_at_once() {
     const std::vector<Served> all = events(path);
     if (!CHECK_EQ(all.size(), i + 1)) break;
     CHECK_EQ(all[i].bytes, i);
-    CHECK_EQ(all[i].process_set, 7);
+    CHECK_EQ(all[i].process_set, uint64_t{7});
     const std::string title(all[i].title, strnlen(all[i].title, sizeof all[i].title));
     CHECK_EQ(title, ("allreduce " + std::string(i, 'x')).substr(0, sizeof all[i].title));
   }

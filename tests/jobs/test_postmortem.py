@@ -55,7 +55,7 @@ def test_folders_that_hold_nothing(tmp_path: pathlib.Path) -> None:
     (tmp_path / "start-1" / "rank-0.requests").write_bytes(b"of another version")
     with pytest.raises(ValueError, match=r"has no files rank-N.requests, but its folders start-1 "):
         postmortem.read(tmp_path)
-    with pytest.raises(ValueError, match="is not a file of this version of hvd_keras"):
+    with pytest.raises(ValueError, match="is not of this version of hvd_keras"):
         postmortem.read(tmp_path / "start-1")
 
 

@@ -99,9 +99,8 @@ def test_the_timeline_survives_kill_9(hvdrun, killed: list[int]) -> None:
         os.kill(int(pids[rank].read_text()), signal.SIGKILL)
     process.communicate()
     assert process.returncode == 128 + signal.SIGKILL
-    assert len(timeline.parts(path)) == 2
-    timeline.merge(path)
-    assert not timeline.parts(path)
+    assert timeline.merge(path) == ""
+    assert not any(one.exists() for one in grows)
     found = slices(path)
     assert len(found) > 4000
     moved = [sum(e["pid"] == rank and "gradients" in e["name"] for e in found) for rank in (0, 1)]
@@ -118,7 +117,7 @@ def test_a_timeline_that_rank_0_cannot_write(tmp_path) -> None:
             print("refused:", error)
     """
     job = ranks.run_script(tmp_path, 2, script, HVD_TIMELINE=str(tmp_path / "none" / "t.json"))
-    assert job.output.count("refused: HVD_TIMELINE: rank 0: cannot make the file") == 2, job.output
+    assert job.output.count("cannot make the file") == 2, job.output
 
 
 @pytest.mark.parametrize("path", ["", "none/timeline.json", "."])

@@ -24,9 +24,9 @@ class FlightRecorder {
   FlightRecorder(const FlightRecorder&) = delete;
   FlightRecorder& operator=(const FlightRecorder&) = delete;
 
-  // Creates the file. Nothing is recorded without one. Before any request.
-  Status open(const std::string& path, int rank, int size);
-  bool is_open() const { return file_ != nullptr; }
+  // Records in this file, of which sizeof(File) is allocated. Nothing is recorded without one.
+  // Before any request.
+  void open(int descriptor, int rank, int size);
 
   // Thread-safe and without locks. Returns the record's number, from 1; 0 without a file.
   uint64_t submitted(const Request& request, uint64_t fingerprint);

@@ -103,12 +103,9 @@ void History::served(const std::string& kind, const std::string& name, uint64_t 
                      Clock::time_point submitted, Clock::time_point start) {
   const Clock::time_point ready = std::min(std::max(submitted, free_since_), start);
   free_since_ = Clock::now();
-  const Served event{++turn_,
-                     nanoseconds(ready.time_since_epoch()),
-                     nanoseconds(start.time_since_epoch()),
-                     nanoseconds(free_since_.time_since_epoch()),
-                     bytes,
-                     process_set_};
+  const auto ns = [](Clock::time_point time) { return nanoseconds(time.time_since_epoch()); };
+  const Served event{
+      static_cast<uint64_t>(process_set_), ++turn_, ns(ready), ns(start), ns(free_since_), bytes};
   recorder_->served(kind, name, event);
   waited_ns_ += event.start_ns - event.ready_ns;
 }

@@ -27,13 +27,13 @@ namespace hvd {
 
 // A request that has run, as in a trace: hvd_keras/timeline.py knows the layout.
 struct Served {
+  uint64_t process_set;
   uint64_t turn;      // how many the process set has run; the same on all its ranks
   uint64_t ready_ns;  // submitted, and the engine was free; on the host's steady clock, as
   uint64_t start_ns;  // all ranks had agreed on it
   uint64_t end_ns;
-  uint64_t bytes;  // of this rank's inputs
-  int32_t process_set;
-  char title[212] = {};  // kind and name, cut to this size
+  uint64_t bytes;        // of this rank's inputs
+  char title[208] = {};  // kind and name, cut to this size
 };
 
 class Recorder {

@@ -138,10 +138,10 @@ def test_a_process_set_has_a_row_of_its_own(directory) -> None:
 
 
 def test_errors_of_rank_0_reach_all_ranks(directory) -> None:
-    with pytest.raises(ValueError, match=r"rank 0: cannot make .*none/t.json': No such file"):
+    with pytest.raises(ValueError, match=r"cannot make .*none/t.json.rank-\d+': No such file"):
         hvd.start_timeline(directory / "none" / "t.json")
     hvd.start_timeline(directory / "t.json", mark_cycles=True)
-    with pytest.raises(ValueError, match=r"rank 0: a timeline is being written already"):
+    with pytest.raises(ValueError, match=r"a timeline is being written already"):
         hvd.start_timeline(directory / "other.json")
     hvd.stop_timeline()
     hvd.stop_timeline()  # once more does no harm
