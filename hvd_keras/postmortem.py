@@ -286,7 +286,8 @@ def conclusion(folder: Path) -> str:
 def report(folder: Path, count: int) -> str:
     """Return the conclusion, and each rank's last requests, ``count`` of them."""
     paragraphs, ranks = [conclusion(folder)], read(folder)
-    over = max(max(one[1:4], default=0) for rank in ranks.values() for one in [*rank.requests, ()])
+    every = [one for rank in ranks.values() for one in rank.requests]
+    over = max((max(one.submitted, one.started, one.ended) for one in every), default=0)
     for rank in ranks.values():
         lines = [f"rank {rank.rank} on {rank.host}"]
         if where := rank.where():
