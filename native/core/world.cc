@@ -178,8 +178,8 @@ Status World::init(const std::vector<int>& ranks, const MPI_Comm* communicator) 
   HVD_MPI(MPI_Comm_free(&local));
   HVD_MPI(MPI_Comm_free(&cross));
   const int traces = settings_.traces;
-  int bounds[6] = {rank_info_.local_size, -rank_info_.local_size, HVD_BUILD, -HVD_BUILD,
-                   traces,                -traces};
+  int bounds[6] = {
+      rank_info_.local_size, -rank_info_.local_size, HVD_BUILD, -HVD_BUILD, traces, -traces};
   HVD_MPI(MPI_Allreduce(MPI_IN_PLACE, bounds, 6, MPI_INT, MPI_MAX, job_));
   rank_info_.homogeneous = bounds[0] == -bounds[1];
   if (bounds[2] != -bounds[3]) {
@@ -191,9 +191,10 @@ Status World::init(const std::vector<int>& ranks, const MPI_Comm* communicator) 
 
   if (bounds[4] != -bounds[5]) {
     HVD_MPI(MPI_Comm_free(&job_));
-    return Status::error(Code::invalid_argument,
-                         "only some ranks have HVD_TIMELINE. Set it on all (with Open MPI's mpirun: "
-                         "-x HVD_TIMELINE) or none.");
+    return Status::error(
+        Code::invalid_argument,
+        "only some ranks have HVD_TIMELINE. Set it on all (with Open MPI's mpirun: "
+        "-x HVD_TIMELINE) or none.");
   }
 
   recorder_ = std::make_shared<Recorder>(rank, size);
