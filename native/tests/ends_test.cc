@@ -19,7 +19,7 @@ class Failing : public test::ThreadTransport {
       : ThreadTransport(std::move(hub), rank), method_(std::move(method)) {}
 
   std::optional<Summary> agree(const Proposal& mine, const Request* next,
-                                 const Waiting& waiting) override {
+                               const Waiting& waiting) override {
     fail(!waiting ? "agree at once" : next ? "agree to run" : "agree");
     return ThreadTransport::agree(mine, next, waiting);
   }
