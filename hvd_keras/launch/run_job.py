@@ -1,6 +1,5 @@
 """Runs a job once, from start to clean-up."""
 
-import asyncio
 import contextlib
 import os
 import secrets
@@ -10,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
 
 from hvd_keras import postmortem, timeline
 from hvd_keras.launch.errors import STARTED, refusing, say
@@ -26,10 +24,6 @@ from hvd_keras.launch.onhost.process import die_with_parent
 from hvd_keras.launch.plan import POSTMORTEM, Placement, plan
 from hvd_keras.launch.start.dialects import Plan
 from hvd_keras.launch.start.network import own_addresses
-
-# Bytes of mpirun's own text that are kept, and read at once; its banners are far shorter.
-TEXT_LIMIT = 1 << 16
-
 
 # What `input()` raises.
 _NO_INPUT = "EOFError: EOF when reading a line"
@@ -80,7 +74,6 @@ class Job:
         self._signals, self._output = signals, output
         self._number = secrets.token_hex(8)
         self._hosts = [host.name for host in placement.hosts]
-        self._mpirun_text = b""
         self._stopping = False
         self._place = ""  # where ranks were that have ended without a traceback
 
@@ -158,20 +151,18 @@ class Job:
     async def _follow(self, planned: Plan) -> set[str]:
         """Run mpirun and clean up; returns the lost hosts."""
         hvdrun = os.getpid()
-        mpirun: Any = subprocess.Popen(
-            planned.command,
-            env={**os.environ, **planned.settings},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            # In a separate session it gets no Ctrl-C of the terminal.
-            start_new_session=True,
-            preexec_fn=lambda: die_with_parent(hvdrun),
-        )
-        self._mpirun = mpirun
-        os.set_blocking(mpirun.stdout.fileno(), False)
-        loop = asyncio.get_running_loop()
-        loop.add_reader(mpirun.stdout, self._take_mpirun_text)
+        self._text = self._directory / "mpirun.txt"
+        with self._text.open("wb") as text:
+            self._mpirun = mpirun = subprocess.Popen(
+                planned.command,
+                env={**os.environ, **planned.settings},
+                stdin=subprocess.DEVNULL,
+                stdout=2 if self._options.verbose else text,
+                stderr=subprocess.STDOUT,
+                # In a separate session it gets no Ctrl-C of the terminal.
+                start_new_session=True,
+                preexec_fn=lambda: die_with_parent(hvdrun),
+            )
         self._signals.forward = lambda number: self._ranks.tell(signal=number)
         try:
             await self._wait()
@@ -182,9 +173,6 @@ class Job:
             self._ranks.release()
             await self._until(lambda: not self._ranks.live(), limits.GRACE)
             lost = await self._sweep()
-            self._take_mpirun_text()
-            loop.remove_reader(mpirun.stdout)
-            mpirun.stdout.close()
             self._output.finish()
         return lost
 
@@ -237,16 +225,6 @@ class Job:
             or self._signals.stop is not None
         )
 
-    def _take_mpirun_text(self) -> None:
-        pipe = self._mpirun.stdout
-        data = pipe.read(TEXT_LIMIT)  # None: there is nothing now
-        if data == b"":
-            asyncio.get_running_loop().remove_reader(pipe)
-        elif data and self._options.verbose:
-            self._output.mpirun_stream().feed(data)
-        elif data:
-            self._mpirun_text = (self._mpirun_text + data)[-TEXT_LIMIT:]
-
     def _verdict(self, lost: Collection[str]) -> Verdict:
         reports = self._ranks.reports
         error = self._output.error
@@ -269,7 +247,7 @@ class Job:
         if not verdict.explained or (
             verdict.status != 0 and not any(report.started for report in reports)
         ):
-            self._output.write_raw(self._mpirun_text)
+            self._output.write_raw(self._text.read_bytes())
         text = ""
         if verdict.culprit is not None:
             # An exception of `hvd_keras.run` repeats it, even if it has been printed just before.

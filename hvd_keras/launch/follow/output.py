@@ -24,14 +24,15 @@ WAITING_LIMIT = 1 << 20  # bytes that may wait for a slow reader before the rank
 FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a disk that is full at the moment
 
 # What TensorFlow says at its start about CUDA, oneDNN and the CPU, where nothing is wrong: notices
-# of the severity "information" of its C++ part, in its two formats, and that there is no CUDA.
+# of the severity "information" of its C++ part, in its two formats, and what the host has not.
 _SOURCE = rb" \S+\.(?:cc|h):\d+\] "
 NOTICE = re.compile(
     rb"WARNING: All log messages before absl::InitializeLog\(\)"
     rb"|I\d{4} [\d:.]+ +\d+" + _SOURCE + rb"|\d{4}-\d\d-\d\d [\d:.]+: I" + _SOURCE +
     rb"|To enable the following instructions: "
     rb"|[EW]\d{4} [\d:.]+ +\d+" + _SOURCE + rb".*(?:cuInit: .*UNKNOWN ERROR \(303\)"
-    rb"|Unable to register cu\w+ factory|computation placer already registered)"
+    rb"|Unable to register cu\w+ factory|computation placer already registered"
+    rb"|oneDNN supports DT_HALF only on platforms with AVX-512)"
 )  # fmt: skip
 
 
@@ -206,7 +207,7 @@ class Output:
             with refusing(f"--output-dir got {directory!r}, which cannot be made"):
                 self._directory.mkdir(parents=True, exist_ok=True)
         self._copies: dict[int, Copy] = {}
-        self._streams: dict[tuple[int | None, str], Stream] = {}
+        self._streams: dict[tuple[int, str], Stream] = {}
 
     def start(self) -> None:
         """Forget the streams of an earlier start."""
@@ -223,10 +224,6 @@ class Output:
             drops = name == "err" and self._drops_notices
             self._streams[rank, name] = Stream(destination, prefix, self._copies.get(rank), drops)
         return self._streams[rank, name]
-
-    def mpirun_stream(self) -> Stream:
-        """Where mpirun's own messages are shown."""
-        return self._streams.setdefault((None, "err"), Stream(self._err, b"[mpirun] "))
 
     @property
     def error(self) -> OSError | None:
