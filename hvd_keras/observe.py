@@ -115,20 +115,23 @@ def merge_timeline() -> None:
 training: dict[str, Any] = {}
 
 
-class _Publisher:
-    """Tells hvdrun this rank's statistics, or writes them to a file."""
+class _Publisher(threading.Thread):
+    """Tells hvdrun this rank's statistics, or writes them to a file, until the job is over."""
 
     def __init__(self, folder: pathlib.Path | None) -> None:
-        self._rank = rank_info.rank()
+        super().__init__(name="hvd_stats", daemon=True)
+        self._rank, self.over = rank_info.rank(), threading.Event()
         self._path = None if folder is None else folder / f"stats-{self._rank}.json"
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hvd_stats", daemon=True)
-        self._thread.start()
 
-    def _run(self) -> None:
-        while not self._over.wait(PERIOD):
+    def run(self) -> None:
+        """From Thread."""
+        while not self.over.wait(PERIOD):
             with contextlib.suppress(OSError):  # the last attempt will tell
                 self._write()
+        try:
+            self._write()
+        except OSError as error:
+            log.logger.error("cannot write the statistics (HVD_STATS_DIRECTORY): %s", error)
 
     def _write(self) -> None:
         numbers = json.loads(libraries.core().hvd_stats()) | {"training": dict(training)}
@@ -140,14 +143,6 @@ class _Publisher:
         unfinished = self._path.with_suffix(".new")
         unfinished.write_text(json.dumps(numbers))
         unfinished.replace(self._path)
-
-    def stop(self) -> None:
-        self._over.set()
-        self._thread.join()
-        try:
-            self._write()
-        except OSError as error:
-            log.logger.error("cannot write the statistics (HVD_STATS_DIRECTORY): %s", error)
 
 
 #: None: nothing is published.
@@ -162,11 +157,13 @@ def start_publishing() -> None:
         _start_timeline("HVD_TIMELINE", chosen.timeline)
     if chosen.tells_statistics or chosen.stats_directory is not None:
         publisher = _Publisher(None if chosen.tells_statistics else chosen.stats_directory)
+        publisher.start()
 
 
 def stop_publishing() -> None:
     """Publish the final statistics."""
     global publisher
     if publisher is not None:
-        publisher.stop()
+        publisher.over.set()
+        publisher.join()
     publisher = None

@@ -57,21 +57,28 @@ def merge(file: Path) -> str:
 
     Returns which ranks are missing, as text. Raises OSError.
     """
-    found = [*file.parent.glob(f"{glob.escape(file.name)}.rank-*")]
+    found = sorted(file.parent.glob(f"{glob.escape(file.name)}.rank-*"), key=_rank)
     ranks: dict[int, tuple[str, list[Served]]] = {}
     size = 0
     for path in found:
-        head, _, data = path.read_bytes().partition(b"\n")
-        rank, size, host = json.loads(head)
-        whole = len(data) // _SERVED.size * _SERVED.size  # a full disk may have cut the last
-        ranks[rank] = host, [Served._make(one) for one in _SERVED.iter_unpack(data[:whole])]
+        head, end, data = path.read_bytes().partition(b"\n")
+        if not end:  # it was killed at once
+            continue
+        rank, there, host = json.loads(head)
+        size = size or there
+        if rank < size:  # else of an earlier job
+            whole = len(data) // _SERVED.size * _SERVED.size  # a full disk may have cut the last
+            ranks[rank] = host, [Served._make(one) for one in _SERVED.iter_unpack(data[:whole])]
     if found:
-        events = _events({rank: ranks[rank] for rank in sorted(ranks) if rank < size})
-        file.write_text("[\n" + ",\n".join(map(json.dumps, events)) + "\n]\n")
+        file.write_text("[\n" + ",\n".join(map(json.dumps, _events(ranks))) + "\n]\n")
     for path in found:
         path.unlink()
     absent = sorted({*range(size)} - ranks.keys())
     return f"the timeline {file} lacks ranks {', '.join(map(str, absent))}" if absent else ""
+
+
+def _rank(path: Path) -> int:
+    return int(path.name.rpartition("-")[2])
 
 
 def _events(ranks: Mapping[int, tuple[str, Sequence[Served]]]) -> Iterator[dict[str, Any]]:

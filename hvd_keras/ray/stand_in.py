@@ -11,8 +11,8 @@ import json
 import os
 import signal
 import socket
-import struct
 
+from hvd_keras.launch.onhost.process import refuse_other_users
 from hvd_keras.launch.onhost.worker import CALL, find_rank
 
 # What a worker needs of its stand-in's environment.
@@ -23,20 +23,12 @@ def _address(name: str, rank: int) -> str:
     return f"\0hvd-ray-{name}-{rank}"
 
 
-def _check_user(connection: socket.socket) -> None:
-    """Raise if the other end belongs to another user."""
-    size = struct.calcsize("3i")
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    if struct.unpack("3i", credentials)[1] != os.geteuid():
-        raise PermissionError("another user's process took this rank's place")
-
-
 def stand_in(name: str) -> None:
     """Stand in for a rank, by ``run_function``. Raises RuntimeError with its traceback."""
     rank = find_rank(os.environ)
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(_address(name, rank))
-    _check_user(connection)
+    refuse_other_users(connection)
     given = {k: v for k, v in os.environ.items() if k.startswith(PREFIXES) and k != CALL}
     with connection, connection.makefile("rw") as stream:
         print(json.dumps(given), file=stream, flush=True)
@@ -60,7 +52,7 @@ class Joining:
         """Take the stand-in's environment. Raises TimeoutError."""
         self._listener.settimeout(seconds)
         self._connection, _ = self._listener.accept()
-        _check_user(self._connection)
+        refuse_other_users(self._connection)
         with self._connection.makefile() as stream:
             os.environ.update(json.loads(stream.readline()))
 

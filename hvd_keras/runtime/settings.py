@@ -295,20 +295,21 @@ _READ_BY_IMPORTS = re.compile(
 
 
 def tell_imports() -> None:
-    """Tell hvdrun, if it wants to know, what a later start of this rank may have ready.
+    """Tell hvdrun what a later start of this rank may have ready.
 
     Raises:
         RuntimeError: this rank had it ready (``HVD_KEEP_IMPORTS``), and the script has then set
             what is read during imports, or would have imported another Keras.
     """
-    if not {"HVDRUN_WARM", "HVDRUN_FORKED"} & os.environ.keys():
+    if "HVDRUN_TELL" not in os.environ:
         return
     first = _first_environment(pathlib.Path("/proc/self"))
     now = dict(os.environ)
     names = {name for name in {*first, *now} if _READ_BY_IMPORTS.match(name)}
     changes = {name: now.get(name) for name in names if now.get(name) != first.get(name)}
     packages = ("tensorflow", "torch", "keras", "tf_keras")
-    modules = {x: sys.modules[x].__file__ for x in packages if x in sys.modules}
+    places = {name: getattr(sys.modules.get(name), "__file__", None) for name in packages}
+    modules = {name: place for name, place in places.items() if place}
     if "HVDRUN_FORKED" not in os.environ:
         tell_hvdrun(command=sys.orig_argv, changes=changes, modules=modules)
         return

@@ -1,5 +1,6 @@
 """hvdrun on several hosts: the environment of the ranks, bad input, how a job ends."""
 
+import json
 import re
 import signal
 import sys
@@ -84,6 +85,26 @@ def test_a_job_on_three_hosts(hosts: Hosts, tmp_path: Path) -> None:
         assert [f"[{rank}] {line}" for line in copy.splitlines() if line[0] != "["] == lines
         assert f"[{rank}] ['HVDRUN_JOB', 'HVDRUN_TELL', 'HVDRUN_VERBOSE']\n" in done.stderr
     assert re.search(r"^HVDRUN_SECRET=SECRET$", done.stderr, re.MULTILINE)
+
+
+def test_the_timeline_has_the_ranks_of_all_hosts(hosts: Hosts, tmp_path: Path) -> None:
+    code = """
+        import numpy as np
+        import hvd_keras as hvd
+
+        hvd.init()
+        for _ in range(3):
+            hvd.allreduce(np.ones(8, "float32"), name="gradients")
+        """
+    options = ["-H", "server2:1,server3:2", "--timeline", "timeline.json"]
+    done = cluster.run(hosts[0], *options, *script(tmp_path, code), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    events = json.loads((tmp_path / "timeline.json").read_text())
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == dict(enumerate(f"rank {r} on server{2 + (r > 0)}" for r in range(3)))
+    moved = [e["pid"] for e in events if e["name"] == "allreduce gradients"]
+    assert sorted(moved) == sorted(3 * [*range(3)])
+    assert not list(tmp_path.glob("timeline.json.*"))
 
 
 @pytest.mark.slow

@@ -107,6 +107,37 @@ def test_the_timeline_survives_kill_9(hvdrun, killed: list[int]) -> None:
     assert abs(moved[0] - moved[1]) <= 1
 
 
+def test_hosts_have_clocks_of_their_own(tmp_path) -> None:
+    path = tmp_path / "a [1].json"
+    names = ("gradients", "größe".encode(), b"\xff" * 300)
+    for rank, clock in enumerate((5, 7 * 10**15)):
+        os.close(timeline.begin(path, rank, 3))
+        with (tmp_path / f"a [1].json.rank-{rank}").open("ab") as file:
+            for turn, name in enumerate(names):
+                start = clock + 1_000_000_000 * (turn + 1)
+                waited = 2_000_000 if rank == turn % 2 else 20_000
+                title = b"allreduce " + (name.encode() if isinstance(name, str) else name)
+                times = start - waited, start, start + 1000 * (1 + rank)
+                one = timeline.Served(0, turn, *times, 8, title)
+                file.write(timeline._SERVED.pack(*one))
+            file.write(b"of a full disk")
+    (tmp_path / "a [1].json.rank-3").write_text('[3, 4, "of an earlier job"]\n')
+    assert timeline.merge(path) == f"the timeline {path} lacks ranks 2"
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+    found = slices(path)
+    assert {event["pid"] for event in found} == {0, 1}
+    for turn, name in enumerate(("gradients", "größe")):
+        mine = [e for e in found if e["args"]["name"] == name]
+        late = 1 - turn % 2
+        assert {e["args"]["last_rank"] for e in mine} == {late}
+        begun = {e["ts"] for e in mine if e["name"] == f"allreduce {name}"}
+        assert len(begun) == 1  # on both ranks
+        waits = {e["pid"]: (e["name"], e["dur"]) for e in mine if "wait" in e["name"]}
+        assert waits == {late: ("wait", 20.0), 1 - late: (f"wait for rank {late}", 2000.0)}
+    assert timeline.merge(path) == ""
+    assert slices(path) == found
+
+
 @pytest.mark.slow
 def test_a_timeline_that_rank_0_cannot_write(tmp_path) -> None:
     script = """

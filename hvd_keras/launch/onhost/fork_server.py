@@ -20,7 +20,6 @@ import resource
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -32,7 +31,7 @@ from typing import Any
 
 from . import divide_python, program
 from .limits import SERVER_ANSWER, SERVER_START
-from .process import JOB, prepare
+from .process import JOB, prepare, refuse_other_users
 from .script import folder_of, run
 
 # Environment variables: for how many seconds a server that all jobs share stays without a job; and
@@ -43,7 +42,6 @@ FORKED = "HVDRUN_FORKED"
 _NICE = 10  # of the imports, beside ranks that train
 # Bytes of a message at most, and files that come with it.
 _MESSAGE, _FILES = 1 << 20, 100
-_PEER = struct.Struct("iII")  # its process, user and group
 _ROOM = 1 << 14  # bytes for the arguments of a fork, and for its environment beyond the server's
 _FILL = "HVDRUN_ROOM"  # the variable of the server that makes this room
 _OPTIONS = re.compile("-[uOB]+")  # those of Python that a server can take
@@ -199,7 +197,7 @@ def fork(
     connection.settimeout(patience)
     try:
         connection.connect(address)
-        _refuse_others(connection)
+        refuse_other_users(connection)
         message = json.dumps({**order, **rank}).encode()
         socket.send_fds(connection, [message], [*streams, *inherited])
         server, process = json.loads(connection.recv(_MESSAGE))
@@ -223,13 +221,6 @@ def fork_kept(
     finally:
         if kept is not None:
             kept.close()
-
-
-def _refuse_others(connection: socket.socket) -> None:
-    """Raise PermissionError if the other end is another user's: anybody can take an address."""
-    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-    if _PEER.unpack(peer)[1] != os.geteuid():
-        raise PermissionError
 
 
 def _serve(listener: socket.socket, idle: float, started: float) -> socket.socket | None:
@@ -259,7 +250,7 @@ def _serve(listener: socket.socket, idle: float, started: float) -> socket.socke
 def _keep(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Fork a worker's rank and tell how it ends; returns in the rank the order and the files."""
     _show(["hvdrun: keeps a rank"], dict(os.environ))
-    _refuse_others(connection)
+    refuse_other_users(connection)
     message, given, _, _ = socket.recv_fds(connection, _MESSAGE, _FILES)
     order = json.loads(message)
     order["keeper"] = os.getpid()

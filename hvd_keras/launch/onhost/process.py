@@ -4,7 +4,9 @@ import ctypes
 import os
 import resource
 import signal
+import socket
 import stat
+import struct
 from pathlib import Path
 
 # Signals that are passed on to the ranks.
@@ -14,6 +16,7 @@ FORWARDED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH)
 # can be found and ended.
 JOB = "HVDRUN_JOB"
 
+_PEER = struct.Struct("iII")  # the process, user and group at the other end of a Unix socket
 _PR_SET_PDEATHSIG = 1
 _TGKILL = {"x86_64": 234, "aarch64": 131}  # the numbers of this system call
 _libc = ctypes.CDLL(None)
@@ -51,6 +54,13 @@ def ask_to_end(process: int, number: int) -> None:
 def shell_status(status: int) -> int:
     """Return an exit status, as in `subprocess`, as a shell shows it."""
     return status if status >= 0 else 128 - status
+
+
+def refuse_other_users(connection: socket.socket) -> None:
+    """Raise PermissionError if the other end is another user's: anybody can take an address."""
+    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    if _PEER.unpack(peer)[1] != os.geteuid():
+        raise PermissionError("another user's process has this socket")
 
 
 def private_folder(path: Path) -> Path:

@@ -51,9 +51,6 @@ RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID
 TELL = "HVDRUN_TELL"
 CALL = "HVDRUN_CALL"
 
-# That hvd_keras tells what a server of this host is to import (see `fork_server`).
-WARM = "HVDRUN_WARM"
-
 # Files there: the pickled function with its arguments, and what the function has returned.
 FUNCTION, RESULT = "function", "result"
 
@@ -266,11 +263,11 @@ class Worker:
                 if found is not None:
                     self._loop.add_reader(found.connection, self._changed.set)
                     return found
-            worker, warm = os.getpid(), {WARM: "1"} if order["server"] else {}
+            worker = os.getpid()
             return subprocess.Popen(
                 order["command"],
                 cwd=order["directory"],
-                env=self._environment | warm,
+                env=self._environment,
                 stdin=streams[0],
                 stdout=streams[1],
                 stderr=streams[2],
