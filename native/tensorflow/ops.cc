@@ -76,6 +76,13 @@ HVD_OP_OF_TENSORS("HvdReducescatter")
     .Output("reduced: T")
     .SetShapeFn(free_first_dimension);
 
+// For automatic mode: what other ranks than the root get is of no meaning.
+HVD_OP_OF_TENSORS("HvdReduce")
+    .Attr("root_rank: int")
+    .Attr("reduction: {'Sum', 'Min', 'Max'} = 'Sum'")
+    .Output("reduced: T")
+    .SetShapeFn(same_shapes);
+
 HVD_OP("HvdBarrier").SetShapeFn(tensorflow::shape_inference::NoOutputs);
 
 HVD_OP("HvdJoin").Output("last: int32").SetShapeFn(tensorflow::shape_inference::ScalarShape);

@@ -84,6 +84,39 @@ void reducescatter_of_all_sizes() {
   });
 }
 
+// On its root, the bits of an allreduce, whichever way tensors of a size travel.
+void a_reduce_gives_its_root_the_bits_of_an_allreduce() {
+  if (test::nccl_sums()) return;
+  with_engine([](Engine& engine) {
+    for (const int64_t n : {1, 5, 3000, 20'011, 700'001}) {
+      for (int root = 0; root < size; ++root) {
+        std::deque<Call> calls;
+        for (const Reduction reduction : {Reduction::sum, Reduction::max}) {
+          for (const Kind kind : {Kind::reduce, Kind::allreduce}) {
+            Call& call = calls.emplace_back(kind, "bits " + std::to_string(calls.size()));
+            call.request.reduction = reduction;
+            call.request.root = kind == Kind::reduce ? root : 0;
+            call.in_place = n % 2;
+            call.add(DType::float32, {n});
+            if (n != 3000) call.add(DType::bfloat16, {n}).add(DType::int64, {n / 2});
+            call.change_inputs([](int r, size_t, int64_t index) {
+              return 100 * std::sin(static_cast<double>(index) + 100.0 * r);
+            });
+          }
+        }
+        for (Call& call : calls) call.submit(engine);
+        for (Call& call : calls) call.expect_ok();
+        for (size_t i = 0; i < calls.size() && rank == root; i += 2)
+          CHECK(calls[i].results() == calls[i + 1].results());
+      }
+    }
+    Call call(Kind::reduce, "of different roots");
+    call.request.root = rank;
+    call.add(DType::float32, {3}).submit(engine);
+    if (size > 1) call.expect_error(Code::failed_precondition, {"root_rank=0", "root_rank=1"});
+  });
+}
+
 void nobody_passes_a_barrier_alone() {
   with_engine([](Engine& engine) {
     const bool last = rank == size - 1;
@@ -424,6 +457,8 @@ int main(int argc, char** argv) {
            bits_do_not_depend_on_the_order_of_requests},
           {"a reducescatter gives the bits of an allreduce",
            a_reducescatter_gives_the_bits_of_an_allreduce},
+          {"a reduce gives its root the bits of an allreduce",
+           a_reduce_gives_its_root_the_bits_of_an_allreduce},
           {"allgather of different rows", allgather_of_different_rows},
           {"nobody passes a barrier alone", nobody_passes_a_barrier_alone},
           {"adasum of several tensors", adasum_of_several_tensors},

@@ -208,7 +208,7 @@ void ClusterTransport::in_chunks(int64_t count, int leaders, const EachChunk& pa
 
 void ClusterTransport::allreduce(Request& request) {
   if (along_) {
-    along_->out.copy_from(shared(0).all.along, along_->out.left());
+    if (gets_sums(request)) along_->out.copy_from(shared(0).all.along, along_->out.left());
     along_.reset();
     return;
   }
@@ -226,6 +226,7 @@ void ClusterTransport::allreduce(Request& request) {
         },
         [&](uint64_t chunk) { start_inter_host(request, group.dtype, elements(chunk), chunk); },
         [&](uint64_t chunk) {
+          if (!gets_sums(request)) return;
           each_slice(chunk, leaders_, elements(chunk), width,
                      [&](int, char* slice, int64_t bytes) { group.out.copy_from(slice, bytes); });
         });
@@ -240,13 +241,11 @@ void ClusterTransport::allreduce(Request& request) {
 //              times the bytes
 //   unpack     the leaders' slices ──> output tensors
 void ClusterTransport::broadcast(Request& request) {
-  const int root = number_in_set(request.root);
+  const int root = number_in_set(request.root), root_host = host_of_root(request);
   auto [in, out] = broadcast_tensors(request);
   const int64_t total = in.left();
   make_room(total);
   const int leaders = total < kMessageBytes ? 1 : leaders_;
-  int root_host = 0;
-  while (partner(root, root_host) != root) ++root_host;
   const auto slices = [&, first = chunks_](uint64_t chunk, const auto& call) {
     const int64_t before = static_cast<int64_t>(chunk - first) * chunk_bytes_;
     each_slice(chunk, leaders, std::min(chunk_bytes_, total - before), 1, call);
@@ -268,6 +267,14 @@ void ClusterTransport::broadcast(Request& request) {
                 slices(chunk,
                        [&](int, char* slice, int64_t bytes) { out.copy_from(slice, bytes); });
             });
+}
+
+int ClusterTransport::host_of_root(const Request& request) const {
+  if (!collective(request.kind).has_root) return -1;
+  const int root = number_in_set(request.root);
+  int host = 0;
+  while (partner(root, host) != root) ++host;
+  return host;
 }
 
 // The factors of a host's sum, and of the sum over all hosts. A host's sum is rounded to the dtype
@@ -299,7 +306,7 @@ void ClusterTransport::start_inter_host(const Request& request, DType dtype, int
   for (int r = 0; r < local_size_; ++r) sources.push_back(slot(r, chunk) + begin * size_of(dtype));
   char* sum = slot(local_rank_, chunk) + begin * size_of(dtype);
   // As of sums that travel with the proposals: the bits must not depend on that.
-  Slice slice = {sum, end - begin, dtype, request.reduction, {}};
+  Slice slice = {sum, end - begin, dtype, request.reduction, {}, host_of_root(request)};
   const auto [within, between] = factors_of_stages(
       request, dtype, is_gathered(slice, hosts_) ? Allreduce::direct : algorithm_);
   slice.factors = between;

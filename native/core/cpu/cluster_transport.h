@@ -80,6 +80,7 @@ class ClusterTransport : public KindTransport {
   void number_hosts(const MpiTransport& mpi, MPI_Comm host);
   char* slot(int local_rank, uint64_t chunk) const;
   int partner(int rank, int host) const;
+  int host_of_root(const Request& request) const;  // -1: it has none
   std::vector<int> partners(int local_rank) const;
   void make_room(int64_t bytes) {
     KindTransport::make_room(*memory_, bytes, full_chunk_bytes_, &chunk_bytes_);

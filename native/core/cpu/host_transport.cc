@@ -124,7 +124,7 @@ Summary HostTransport::read_proposals() {
 std::optional<Summary> HostTransport::agree(const Proposal& mine, const Request* next,
                                             const Waiting& waiting) {
   const bool at_once = !waiting;
-  if (at_once && (next->kind != Kind::allreduce || next->device != kOnHost ||
+  if (at_once && (!adds_up(next->kind) || next->device != kOnHost ||
                   input_bytes(*next) > kMostAtOnce))
     return {};
   if (!proposed_) propose(mine, next ? to_send_along(*next) : std::nullopt);
@@ -149,6 +149,8 @@ class HostTransport::Window {
         dtype_(group.dtype),
         width_(size_of(group.dtype)),
         total_(group.in.left()),
+        gets_sums_(host.gets_sums(request)),
+        gives_sums_(request.kind != Kind::reduce || !gets_sums_),
         first_(host.chunks_),
         end_(first_ + (total_ + host.chunk_bytes_ - 1) / host.chunk_bytes_),
         others_in_(group.in),
@@ -161,7 +163,7 @@ class HostTransport::Window {
 
   void run() {
     while (unpacked_ < end_) {
-      if (unpacked_ < reduced_ && unpacked_ < all_reduced_) {
+      if (unpacked_ < (gets_sums_ ? std::min(reduced_, all_reduced_) : reduced_)) {
         unpack();
       } else if (reduced_ < packed_ && reduced_ < all_packed_) {
         reduce();
@@ -204,7 +206,7 @@ class HostTransport::Window {
     const int64_t start = begin(reduced_, rank), end = begin(reduced_, rank + 1);
     for (int r = 0; r < host_.size(); ++r) sources_[r] = host_.slot(r, reduced_) + start;
     host_.sum_blocks(request_, dtype_, sources_, end - start, own_in_, own_out_,
-                     host_.slot(rank, reduced_) + start);
+                     gives_sums_ ? host_.slot(rank, reduced_) + start : nullptr);
     skip_to(own_in_, own_out_, rank + 1, host_.size());
     counters_.advance(HostCounters::reduced, ++reduced_);
   }
@@ -217,7 +219,7 @@ class HostTransport::Window {
   }
 
   void unpack() {
-    for (int r = 0; r < host_.size(); ++r) {
+    for (int r = 0; r < host_.size() && gets_sums_; ++r) {
       if (r == host_.rank()) {
         others_out_.skip(length(unpacked_, r));
       } else {
@@ -251,6 +253,7 @@ class HostTransport::Window {
   const Request& request_;
   const DType dtype_;
   const int64_t width_, total_;
+  const bool gets_sums_, gives_sums_;
   const uint64_t first_, end_;  // chunks
   uint64_t packed_ = first_, reduced_ = first_, unpacked_ = first_;
   uint64_t all_packed_ = first_, all_reduced_ = first_;
@@ -288,6 +291,7 @@ void HostTransport::reduce_small(const Request& request, DTypeGroup& group) {
 
 // Sums what all ranks have sent, from `sources_` on, into the output.
 void HostTransport::sum_all(const Request& request, DTypeGroup& group) {
+  if (!gets_sums(request)) return;
   group.in.rewind();
   sum_blocks(request, group.dtype, sources_, group.in.left(), group.in, group.out, nullptr);
 }

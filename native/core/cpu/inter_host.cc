@@ -51,12 +51,15 @@ class Direct : public InterHostExchange {
     gathering_ = true;
     if (owns(place_)) reduce();
     for (int p : others_)
-      if (owns(p)) receive(data(p), bytes(p), peers_[p], tag_ + 1);
+      if (owns(p) && gets_sums(place_)) receive(data(p), bytes(p), peers_[p], tag_ + 1);
     if (!between_) gather();
     return true;
   }
 
  private:
+  bool gets_sums(int place) const {
+    return slice_.root < 0 || peers_[place] == slice_.root;
+  }
   bool owns(int place) const { return place < parts_; }
   int64_t begin(int part) const { return slice_.elements * part / parts_; }
   int64_t length(int part) const { return begin(part + 1) - begin(part); }
@@ -79,7 +82,7 @@ class Direct : public InterHostExchange {
 
   void gather() {
     for (int p : others_)
-      if (owns(place_)) send(data(place_), bytes(place_), peers_[p], tag_ + 1);
+      if (owns(place_) && gets_sums(p)) send(data(place_), bytes(place_), peers_[p], tag_ + 1);
   }
 
   const MPI_Comm hosts_;
@@ -221,15 +224,21 @@ std::unique_ptr<InterHostExchange> new_inter_host_allreduce(Allreduce algorithm,
     return std::make_unique<Gathered>(hosts, slice.data, slice.elements * size_of(slice.dtype), tag,
                                       add);
   }
-  if (algorithm != Allreduce::grid)
-    return std::make_unique<Direct>(hosts, range(0, count), slice, tag);
+  if (algorithm != Allreduce::grid) {
+    std::vector<int> peers = range(0, count);
+    const bool at_root = slice.root >= 0 && count == 2;  // one latency, and as few bytes come
+    if (at_root) std::swap(peers[0], peers[slice.root]);
+    return std::make_unique<Direct>(hosts, std::move(peers), slice, tag, at_root ? 1 : 0);
+  }
   const Groups groups(count);
   int group = 0;
   while (groups.first(group + 1) <= host) ++group;
   const int first = groups.first(group);
   std::vector<int> beyond;
   for (int g = 0; g < groups.count; ++g) beyond.push_back(groups.first(g) + host - first);
-  return std::make_unique<Direct>(hosts, range(first, groups.first(group + 1)), slice, tag,
+  Slice to_all = slice;
+  to_all.root = -1;
+  return std::make_unique<Direct>(hosts, range(first, groups.first(group + 1)), to_all, tag,
                                   groups.columns, std::move(beyond));
 }
 

@@ -24,6 +24,7 @@ struct Slice {
   DType dtype;
   Reduction reduction;
   Factors factors;  // for the sum over all hosts
+  int root = -1;    // the host that needs the sum; -1: all
 };
 
 // What is at most so much, from all hosts, goes to all: that takes fewer messages, and less time

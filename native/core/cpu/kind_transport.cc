@@ -26,6 +26,7 @@ std::vector<std::string> KindTransport::gather(const std::string& mine, const Wa
 Status KindTransport::run(Request& request, const Waiting& waiting) {
   begin(waiting);
   switch (request.kind) {
+    case Kind::reduce:
     case Kind::allreduce:
       if (request.reduction == Reduction::adasum) {
         adasum(request);
@@ -81,7 +82,7 @@ std::pair<ByteCursor, ByteCursor> KindTransport::broadcast_tensors(const Request
 }
 
 std::optional<DTypeGroup> KindTransport::small_group(const Request& request, int64_t most) {
-  if (request.kind != Kind::allreduce || request.reduction == Reduction::adasum ||
+  if (!adds_up(request.kind) || request.reduction == Reduction::adasum ||
       request.device != kOnHost || static_cast<int64_t>(input_bytes(request)) > most)
     return {};
   std::vector<DTypeGroup> groups = by_dtype(request);

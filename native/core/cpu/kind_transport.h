@@ -26,7 +26,7 @@ class KindTransport : public Transport {
   // Before each collective.
   virtual void begin(const Waiting& waiting) { waiting_ = waiting; }
 
-  // Of a request, but Adasum.
+  // Of a request, but Adasum; or a reduce, whose outputs count on its root alone.
   virtual void allreduce(Request& request) = 0;
   virtual void broadcast(Request& request) = 0;
   // Of one input, whose output is allocated.
@@ -39,6 +39,10 @@ class KindTransport : public Transport {
   virtual void exchange(const std::vector<Part>& sent, const std::vector<Part>& received) = 0;
 
  protected:
+  bool gets_sums(const Request& request) const {
+    return request.kind != Kind::reduce || ranks()[rank()] == request.root;
+  }
+
   // Allgather of numbers, equally many from each rank.
   template <typename Number>
   std::vector<Number> share_numbers(const std::vector<Number>& mine) {

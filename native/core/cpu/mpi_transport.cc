@@ -91,7 +91,7 @@ std::optional<Summary> MpiTransport::agree(const Proposal& mine, const Request* 
 }
 
 bool MpiTransport::is_brief(const Request& request) {
-  return request.kind == Kind::allreduce && request.device == kOnHost &&
+  return adds_up(request.kind) && request.device == kOnHost &&
          input_bytes(request) <= kBriefBytes;
 }
 
@@ -119,10 +119,11 @@ void MpiTransport::allreduce(Request& request) {
     chunk_.resize(bytes);
     loops().reduce(along_->dtype, request.reduction, factors, sources.data(), size(),
                    bytes / size_of(along_->dtype), chunk_.data());
-    along_->out.copy_from(chunk_.data(), bytes);
+    if (gets_sums(request)) along_->out.copy_from(chunk_.data(), bytes);
     along_.reset();
     return;
   }
+  const int root = request.kind == Kind::reduce ? number_in_set(request.root) : -1;
   for (DTypeGroup& group : by_dtype(request)) {
     while (group.in.left() > 0) {
       const int64_t bytes = std::min(kChunkBytes, group.in.left());
@@ -130,10 +131,11 @@ void MpiTransport::allreduce(Request& request) {
       group.in.copy_to(chunk_.data(), bytes);
       exchange_ = new_inter_host_allreduce(
           Allreduce::direct, communicator_,
-          {chunk_.data(), bytes / size_of(group.dtype), group.dtype, request.reduction, factors},
+          {chunk_.data(), bytes / size_of(group.dtype), group.dtype, request.reduction, factors,
+           root},
           0);
       wait(*exchange_);
-      group.out.copy_from(chunk_.data(), bytes);
+      if (gets_sums(request)) group.out.copy_from(chunk_.data(), bytes);
     }
   }
 }

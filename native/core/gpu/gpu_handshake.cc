@@ -16,6 +16,7 @@ const char* name_of(GpuBackend backend) { return backend == GpuBackend::nccl ? "
 GpuBackend backend_of(const Settings& settings, Kind kind) {
   switch (kind) {
     case Kind::allreduce:
+    case Kind::reduce:
       return settings.gpu_allreduce;
     case Kind::allgather:
       return settings.gpu_allgather;

@@ -44,7 +44,7 @@ class NcclCollectives::Operation {
 
 bool NcclCollectives::can(const Request& request) {
   const auto known = {Kind::allreduce, Kind::broadcast, Kind::allgather, Kind::alltoall,
-                      Kind::reducescatter};
+                      Kind::reducescatter, Kind::reduce};
   if (std::find(known.begin(), known.end(), request.kind) == known.end()) return false;
   if (!collective(request.kind).reduces) return true;
   if (request.reduction == Reduction::adasum) return false;
@@ -85,6 +85,12 @@ Status NcclCollectives::run(Request& request, const Waiting& waiting, const Paus
       const int op = operations.at(input.dtype).number();
       if (request.kind == Kind::reducescatter) {
         reducescatter(request, i, op);
+        continue;
+      }
+      if (request.kind == Kind::reduce) {
+        check(nccl().reduce(input.data, request.outputs[i], elements(input.shape),
+                            nccl_dtype(input.dtype), op, root, communicator_.handle(), stream_),
+              "ncclReduce");
         continue;
       }
       check(nccl().all_reduce(input.data, request.outputs[i], elements(input.shape),

@@ -60,6 +60,7 @@ const std::vector<Collective>& collectives() {
       {Kind::broadcast, "broadcast", no, yes, no, yes, no, no, yes, {}},
       {Kind::alltoall, "alltoall", no, no, yes, no, no, yes, yes, {"splits", "received_splits"}},
       {Kind::reducescatter, "reducescatter", yes, no, no, no, no, no, yes, {}},
+      {Kind::reduce, "reduce", yes, yes, no, yes, no, no, no, {}},
       {Kind::barrier, "barrier", no, no, no, no, no, no, yes, {}},
       {Kind::join, "join", no, no, no, no, yes, no, no, {"last"}},
   };

@@ -21,9 +21,13 @@ enum class Kind : uint8_t {
   broadcast,
   alltoall,
   reducescatter,
+  reduce,
   barrier,
   join,
 };
+
+// Whether the result is one sum, or the like, of all ranks' tensors.
+inline bool adds_up(Kind kind) { return kind == Kind::allreduce || kind == Kind::reduce; }
 
 using Shape = std::vector<int64_t>;
 
@@ -75,7 +79,7 @@ struct Request {
   // The widest floating-point dtype that is sent: tensors of wider dtypes are rounded to it before
   // they are sent and summed. For allreduce, except Adasum.
   DType wire = DType::float64;
-  int root = 0;  // broadcast: a rank of the job; join: the last to join, set by the engine
+  int root = 0;  // broadcast, reduce: a rank of the job; join: the last to join, set by the engine
 
   std::string note;  // text that must be equal on all ranks, too
 

@@ -293,6 +293,10 @@ class Job {
           }
         }
         break;
+      case Kind::reduce:
+        if (!plan.find(item.root, item)) return wrong("runs without its root");
+        if (r != item.root) return;
+        [[fallthrough]];
       case Kind::allreduce:
       case Kind::reducescatter: {
         int64_t first = 0, end = item.rows;

@@ -103,7 +103,7 @@ struct Plan {
  private:
   void write_programs() {
     constexpr Kind kKinds[] = {Kind::allreduce, Kind::allreduce,     Kind::allreduce,
-                               Kind::allreduce, Kind::allgather,     Kind::broadcast,
+                               Kind::reduce,    Kind::allgather,     Kind::broadcast,
                                Kind::alltoall,  Kind::reducescatter, Kind::barrier};
     constexpr int64_t kRows[] = {1, 3, 30, 2000, 12'000};
     std::vector<Item> step;

@@ -235,6 +235,11 @@ class Call {
     CHECK_EQ(times_done.load(), 1);
   }
 
+  // By tensor.
+  std::vector<std::vector<char>> results() const {
+    return in_place ? std::vector<std::vector<char>>(inputs_.begin(), inputs_.end()) : outputs;
+  }
+
   // Bit for bit; `expected` gives the number at an index of a tensor.
   template <typename Expected>
   void expect_output(const Expected& expected) {
