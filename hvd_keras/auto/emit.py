@@ -180,7 +180,8 @@ class Side:
         items = self.plan.exchanges.items()
         found = [(v, key[1], kind) for key, (at, kind, v) in items if at == level]
         self._broadcast([v for v, _, kind in found if kind == "broadcast"], level)
-        self._reduce([v for v, _, kind in found if kind == "reduce"], level)
+        for one, to in (("reduce", {"root_rank": 0}), ("allreduce", {})):
+            self._reduce([v for v, _, kind in found if kind == one], level, one, to)
         for i, (value, need, kind) in enumerate(found):
             name = f"{self.name}.{level}.{kind}.{i}"
             if kind == "scatter":
@@ -217,12 +218,12 @@ class Side:
                 tensor = tf.ensure_shape(tf.reshape(tensor, shape), v.shape)
                 self._have[id(v), ALL] = self._get(v, ROOT) if self.is_root else tensor
 
-    def _reduce(self, values: list[Value], level: int) -> None:
+    def _reduce(self, values: list[Value], level: int, kind: str, to: dict[str, int]) -> None:
         for op in ("Sum", "Max", "Min"):
             some = [v for v in values if v.place == Partial(op)]
             if some:
                 mine = [self._have[id(v), v.place] for v in some]
-                got = self._call("allreduce", mine, f"{self.name}.{level}.{op}", reduction=op)
+                got = self._call(kind, mine, f"{self.name}.{level}.{op}", reduction=op, **to)
                 self._have.update({(id(v), ROOT): t for v, t in zip(some, got, strict=True)})
 
     def _scatter(self, value: Value, need: Rows, name: str) -> None:

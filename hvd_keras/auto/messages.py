@@ -93,7 +93,7 @@ def _refusal(collective: Collective) -> Any:
         nothing = tf.zeros([0], tf.uint8)
         if collective.kind == "alltoall":
             return raw.hvd_alltoall(nothing, tf.zeros([rank_info.size()], tf.int64), **options)
-        more = {"root_rank": 0} if collective.kind == "broadcast" else {}
+        more = {"root_rank": 0} if collective.kind in ("broadcast", "reduce") else {}
         return getattr(raw, f"hvd_{collective.kind}")([nothing], **options, **more)
 
     with tf.init_scope():

@@ -203,9 +203,11 @@ class Plan:
                 if need != ROOT:
                     raise WholeError(f"{node.type} is needed in two ways")
                 return max(self.level_of(x, ROOT) for x in node.inputs)
-            kind = "reduce" if isinstance(place, Partial) else "gather"
-            level = self._exchange(value, ROOT, value.level, kind)
-            if need == ROOT or (need == ALL and kind == "reduce"):
+            is_sum = isinstance(place, Partial)
+            level = self._exchange(value, ROOT, value.level, "reduce" if is_sum else "gather")
+            if need == ALL and is_sum:
+                self.exchanges[id(value), ROOT] = level - 1, "allreduce", value
+            if need == ROOT or (need == ALL and is_sum):
                 return level
         if isinstance(need, Partial):
             return max(level, 1)

@@ -98,14 +98,8 @@ class Divided:
         except Exception as error:  # what fails without a fixed number of rows may succeed with it
             self._tell(f"without a fixed number of rows it fails: {_first_line(error)}")
             return None
-        graph = traced.graph
-        taken = len(graph.inputs) - len(traced.captured_inputs)
-        divided = [
-            i < taken and bool(t.shape.rank) and t.shape[0] is None and t.dtype.name in SENT
-            for i, t in enumerate(graph.inputs)
-        ]
         try:
-            plan = Plan(graph, divided)
+            plan, taken = planned(traced)
             run = _send(*_build(plan, traced, taken))
         except (WholeError, UnknownError) as why:
             self._tell(str(why))
@@ -123,6 +117,17 @@ class Divided:
             )
         self._captured.append(traced)
         return run
+
+
+def planned(traced: Any) -> tuple[Plan, int]:
+    """Return the plan of a traced function, and how many tensors it takes; or raise WholeError."""
+    graph = traced.graph
+    taken = len(graph.inputs) - len(traced.captured_inputs)
+    divided = [
+        i < taken and bool(t.shape.rank) and t.shape[0] is None and t.dtype.name in SENT
+        for i, t in enumerate(graph.inputs)
+    ]
+    return Plan(graph, divided), taken
 
 
 def _build(plan: Plan, traced: Any, taken: int) -> tuple[Any, worker.Sent]:
