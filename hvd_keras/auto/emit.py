@@ -4,7 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras.auto.messages import Collective
+from hvd_keras.auto.keep import read
 from hvd_keras.auto.places import ALL, FULL, ROOT, Dim, Dims, List, Node, Partial, Rows, Value
 from hvd_keras.auto.plan import Plan, need_of_list
 from hvd_keras.ops.validate import raw
@@ -19,7 +19,6 @@ class Side:
         """``inputs``: those of the function, on rank 0; None on the others."""
         self.plan, self.name, self.is_root = plan, name, inputs is not None
         self.rank, self.size = rank, size
-        self.collectives: list[tuple[Collective, Any]] = []  # with the op of each
         self._graph: Any = tf.compat.v1.get_default_graph()
         self._have: dict[tuple[int, Any], Any] = {}
         self._rows: Any = None  # of the whole batch
@@ -188,35 +187,24 @@ class Side:
                 self._scatter(value, need, name)
             elif kind == "gather":
                 self._gather(value, name)
+            elif kind == "keep":
+                kept = self.plan.kept[id(value)]
+                self._have[id(value), ALL] = self._get(value, ROOT) if self.is_root else read(*kept)
         if level == 0:
             self._start = self.rank * self._rows // self.size
             self._stop = (self.rank + 1) * self._rows // self.size
             self._here = self._stop - self._start
 
     def _broadcast(self, values: list[Value], level: int) -> None:
-        fixed = [v for v in values if v.shape.is_fully_defined()]
-        free = [v for v in values if not v.shape.is_fully_defined()]
-        mine = [self._get(v, ROOT) if self.is_root else tf.zeros(v.shape, v.dtype) for v in fixed]
+        mine = [self._get(v, ROOT) if self.is_root else tf.zeros(v.shape, v.dtype) for v in values]
         if level == 0:
             mine.insert(0, self._rows if self.is_root else tf.zeros([], tf.int64))
         if mine:
             got = self._call("broadcast", mine, f"{self.name}.{level}", root_rank=0)
             if level == 0:
                 self._rows, got = (self._rows if self.is_root else got[0]), got[1:]
-            for value, tensor in zip(fixed, got, strict=True):
+            for value, tensor in zip(values, got, strict=True):
                 self._have[id(value), ALL] = self._get(value, ROOT) if self.is_root else tensor
-        if free:  # rank 0 alone knows their sizes
-            flat = []
-            for v in free:
-                if self.is_root:
-                    whole = self._get(v, ROOT)
-                    flat += [tf.reshape(whole, [-1]), tf.shape(whole)]
-                else:
-                    flat += [tf.zeros([0], v.dtype), tf.zeros([0], tf.int32)]
-            got = self._call("allgather", flat, f"{self.name}.{level}.free")
-            for v, tensor, shape in zip(free, got[::2], got[1::2], strict=True):
-                tensor = tf.ensure_shape(tf.reshape(tensor, shape), v.shape)
-                self._have[id(v), ALL] = self._get(v, ROOT) if self.is_root else tensor
 
     def _reduce(self, values: list[Value], level: int, kind: str, to: dict[str, int]) -> None:
         for op in ("Sum", "Max", "Min"):
@@ -252,12 +240,9 @@ class Side:
 
     def _move(self, tensor: Any, splits: Any, name: str, order: list[int], shape: Any) -> Any:
         got, _ = raw.hvd_alltoall(tensor, splits, tensor_name=name, process_set=0)
-        self.collectives.append((Collective("alltoall", name), got.op))
         got.set_shape([None, *(shape[i] for i in order[1:])])
         back = sorted(range(len(order)), key=order.__getitem__)
         return tf.transpose(got, back) if order[0] else got
 
     def _call(self, kind: str, tensors: list[Any], name: str, **attrs: Any) -> list[Any]:
-        got = getattr(raw, f"hvd_{kind}")(tensors, tensor_name=name, process_set=0, **attrs)
-        self.collectives.append((Collective(kind, name), got[0].op))
-        return list(got)
+        return list(getattr(raw, f"hvd_{kind}")(tensors, tensor_name=name, process_set=0, **attrs))

@@ -3,17 +3,14 @@
 import math
 from typing import Any
 
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
 from hvd_keras.auto.places import ALL, FULL, SUM, Dim, Dims, Node, Rows, UnknownError
-from hvd_keras.auto.rules import (
-    AFTER_LINEAR,
-    Plan,
-    all_of,
-    axes_of,
-    has_partial,
-    rows_of,
-    rule,
-)
-from hvd_keras.auto.sizes import fixed, ints, shape_of
+from hvd_keras.auto.rules import AFTER_LINEAR, Plan, all_of, axes_of, has_partial, rows_of, rule
+from hvd_keras.auto.sizes import known, numbers, only, rows, shape_of
+
+_MANY = 1 << 30  # rows
 
 
 def reshaped(dims: list[Any], target: list[Any], place: Rows) -> tuple[Rows, list[Any]]:
@@ -41,39 +38,31 @@ def reshaped(dims: list[Any], target: list[Any], place: Rows) -> tuple[Rows, lis
 @rule("Reshape", table=AFTER_LINEAR)
 def _reshape(node: Node) -> Plan:
     x, shape = node.inputs
-    target = ints(shape)
-    if target is None or not isinstance(x.place, Rows):
-        return None
-    place, target = reshaped(shape_of(x), target, x.place)
+    place, target = reshaped(shape_of(x), numbers(shape), rows(x))
     return [x.place, Dims(tuple(target))], [place]
 
 
 @rule("Squeeze", table=AFTER_LINEAR)
 def _squeeze(node: Node) -> Plan:
     (x,) = node.inputs
-    axes = [a % x.rank for a in node.attr("squeeze_dims")]
-    if not axes or not isinstance(x.place, Rows) or x.place.axis in axes:
+    axes, at = [a % x.rank for a in node.attr("squeeze_dims")], rows(x).axis
+    if not axes or at in axes:
         return None
-    return [x.place], [Rows(x.place.axis - sum(a < x.place.axis for a in axes), x.place.m)]
+    return [x.place], [Rows(at - sum(a < at for a in axes), x.place.m)]
 
 
 @rule("ExpandDims", table=AFTER_LINEAR)
 def _expand(node: Node) -> Plan:
     x = node.inputs[0]
-    found = fixed(node.inputs[1])
-    if found is None or not isinstance(x.place, Rows):
-        return None
-    at = found[0] % (x.rank + 1)
-    return [x.place, all_of(node.inputs[1])], [Rows(x.place.axis + (at <= x.place.axis), x.place.m)]
+    at, axis = known(node.inputs[1])[0] % (x.rank + 1), rows(x).axis
+    return [x.place, all_of(node.inputs[1])], [Rows(axis + (at <= axis), x.place.m)]
 
 
 @rule("Transpose", table=AFTER_LINEAR)
 def _transpose(node: Node) -> Plan:
     x, order = node.inputs
-    known = fixed(order)
-    if known is None or not isinstance(x.place, Rows):
-        return None
-    return [x.place, Dims(tuple(known))], [Rows(known.index(x.place.axis), x.place.m)]
+    place, axes = rows(x), known(order)
+    return [place, Dims(tuple(axes))], [Rows(axes.index(place.axis), place.m)]
 
 
 @rule("ConcatV2")
@@ -90,13 +79,10 @@ def _pack(node: Node) -> Plan:
 
 
 def _together(node: Node, parts: list[Any], at: int, more: list[Any], new: int) -> Plan:
-    places = set(rows_of(node))
     if parts and all(x.place == SUM for x in parts):
         return [SUM] * len(parts) + more, [SUM]
-    if len(places) != 1 or has_partial(node):
-        return None
-    (place,) = places
-    if not new and at == place.axis:
+    place = only(rows_of(node))
+    if has_partial(node) or (not new and at == place.axis):
         return None
     if any(x.place == FULL and x.shape[place.axis] is not None for x in parts):
         return None
@@ -106,17 +92,17 @@ def _together(node: Node, parts: list[Any], at: int, more: list[Any], new: int) 
 @rule("Unpack")
 def _unpack(node: Node) -> Plan:
     (x,) = node.inputs
-    at = node.attr("axis") % x.rank
-    if not isinstance(x.place, Rows) or x.place.axis == at:
+    at, axis = node.attr("axis") % x.rank, rows(x).axis
+    if axis == at:
         return None
-    return [x.place], [Rows(x.place.axis - (at < x.place.axis), x.place.m)] * len(node.outputs)
+    return [x.place], [Rows(axis - (at < axis), x.place.m)] * len(node.outputs)
 
 
 @rule("Split", "SplitV")
 def _split(node: Node) -> Plan:
     data = node.inputs[1 if node.type == "Split" else 0]
     axis = node.inputs[0 if node.type == "Split" else 2]
-    if not isinstance(data.place, Rows) or data.place.axis in axes_of(axis, data.rank):
+    if rows(data).axis in axes_of(axis, data.rank):
         return None
     needs = [x.place if x is data else all_of(x) for x in node.inputs]
     return needs, [data.place] * len(node.outputs)
@@ -126,58 +112,41 @@ def _split(node: Node) -> Plan:
 def _strided(node: Node) -> Plan:
     backwards = node.type == "StridedSliceGrad"
     kinds = ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
-    masks = {m: node.attr(f"{m}_mask") for m in kinds}
+    first, last, dots, new, one = (node.attr(f"{kind}_mask") for kind in kinds)
     data = node.inputs[-1 if backwards else 0]
-    begin, end, stride = (ints(x) for x in node.inputs[1:4])
-    full = ints(node.inputs[0]) if backwards else shape_of(data)
-    if begin is None or end is None or stride is None or full is None:
-        return None
-    if not isinstance(data.place, Rows):
-        return None
-    rank, m = len(full), data.place.m
-    # For each axis of the result: the axis of the data, or None if it is new.
-    n, source, at = len(begin), 0, dict[int, int]()
-    result_axes: list[int | None] = []
-    for i in range(n):
-        bit = 1 << i
-        if masks["ellipsis"] & bit:
-            later = sum(1 for j in range(i + 1, n) if not masks["new_axis"] & (1 << j))
-            for _ in range(rank - source - later):
-                result_axes.append(source)
-                source += 1
-        elif masks["new_axis"] & bit:
-            result_axes.append(None)
-        else:
-            at[source] = i
-            if not masks["shrink_axis"] & bit:
-                result_axes.append(source)
-            source += 1
-    result_axes += range(source, rank)
-    axis = result_axes[data.place.axis] if backwards else data.place.axis
-    if axis is None or full[axis] != Dim(m):
-        return None
-    cut = [n for a, i in at.items() if a != axis for n in (begin[i], end[i], stride[i])]
-    if any(isinstance(n, Dim) for n in cut):
+    begin, end, stride = (numbers(x) for x in node.inputs[1:4])
+    full, place = numbers(node.inputs[0]) if backwards else shape_of(data), rows(data)
+    axis = full.index(Dim(place.m)) if backwards else place.axis
+    others = [*begin, *stride, *end[:axis], *end[axis + 1 :]]
+    if any(isinstance(n, Dim) for n in others):
         return None  # the number of rows as a place in another axis
-    if axis in at:
-        bit = 1 << at[axis]
-        whole = masks["begin"] & bit or begin[at[axis]] == 0
-        to_end = masks["end"] & bit or end[at[axis]] == full[axis]
-        if not (whole and to_end) or stride[at[axis]] != 1 or masks["shrink_axis"] & bit:
-            return None
+    if any(isinstance(n, Dim) and (dots or new or n != full[axis]) for n in end):
+        return None
+
+    def of(i: int) -> Any:
+        bit = 1 << i
+        if bit & (dots | new | one):
+            return ... if bit & dots else None if bit & new else begin[i]
+        is_open = bit & last or isinstance(end[i], Dim)
+        return slice(None if bit & first else begin[i], None if is_open else end[i], stride[i])
+
+    # NumPy says where the rows go: the axis with a stride of 1, if all of them.
+    lengths = [_MANY if isinstance(n, Dim) else n for n in full]
+    strides = [int(i == axis) for i in range(len(full))]
+    probe = as_strided(np.zeros(1), lengths, strides)[tuple(of(i) for i in range(len(begin)))]
+    after = probe.strides.index(1)
+    if probe.shape[after] != _MANY or (backwards and after != place.axis):
+        return None
     sizes = [Dims(tuple(begin)), Dims(tuple(end)), Dims(tuple(stride))]
     if backwards:
-        return [Dims(tuple(full)), *sizes, data.place], [Rows(axis, m)]
-    return [data.place, *sizes], [Rows(result_axes.index(axis), m)]
+        return [Dims(tuple(full)), *sizes, place], [Rows(axis, place.m)]
+    return [place, *sizes], [Rows(after, place.m)]
 
 
 @rule("Slice")
 def _slice(node: Node) -> Plan:
     x, begin, size = node.inputs
-    b, s = ints(begin), ints(size)
-    if b is None or s is None or not isinstance(x.place, Rows):
-        return None
-    axis = x.place.axis
+    b, s, axis = numbers(begin), numbers(size), rows(x).axis
     others = [n for i, pair in enumerate(zip(b, s, strict=True)) if i != axis for n in pair]
     if b[axis] != 0 or s[axis] not in (-1, Dim(x.place.m)):
         return None
@@ -189,10 +158,8 @@ def _slice(node: Node) -> Plan:
 @rule("Pad", "PadV2", "MirrorPad", "MirrorPadGrad")
 def _pad(node: Node) -> Plan:
     x, amounts, *more = node.inputs
-    known = fixed(amounts)
-    if known is None or not isinstance(x.place, Rows):
-        return None
-    if known[2 * x.place.axis] or known[2 * x.place.axis + 1]:
+    at = 2 * rows(x).axis
+    if any(known(amounts)[at : at + 2]):
         return None
     return [x.place, ALL, *[ALL] * len(more)], [x.place]
 
@@ -200,24 +167,19 @@ def _pad(node: Node) -> Plan:
 @rule("Tile")
 def _tile(node: Node) -> Plan:
     x, counts = node.inputs
-    known = fixed(counts)
-    if known is None or not isinstance(x.place, Rows) or known[x.place.axis] != 1:
-        return None
-    return [x.place, Dims(tuple(known))], [x.place]
+    times = known(counts)
+    return ([x.place, Dims(tuple(times))], [x.place]) if times[rows(x).axis] == 1 else None
 
 
 @rule("BroadcastTo")
 def _broadcast_to(node: Node) -> Plan:
     x, shape = node.inputs
-    target = ints(shape)
-    if target is None or not isinstance(x.place, Rows):
+    target, place = numbers(shape), rows(x)
+    axis = len(target) - x.rank + place.axis
+    others = target[:axis] + target[axis + 1 :]
+    if target[axis] != Dim(place.m) or any(isinstance(n, Dim) for n in others):
         return None
-    axis = len(target) - x.rank + x.place.axis
-    if target[axis] != Dim(x.place.m) or any(
-        isinstance(n, Dim) for n in target[:axis] + target[axis + 1 :]
-    ):
-        return None
-    return [x.place, Dims(tuple(target))], [Rows(axis, x.place.m)]
+    return [place, Dims(tuple(target))], [Rows(axis, place.m)]
 
 
 @rule("GatherV2")
@@ -245,28 +207,22 @@ def _gather(node: Node) -> Plan:
 @rule("OneHot")
 def _one_hot(node: Node) -> Plan:
     x = node.inputs[0]
-    if not isinstance(x.place, Rows):
-        return None
-    at = node.attr("axis") % (x.rank + 1)
-    return [x.place, ALL, ALL, ALL], [Rows(x.place.axis + (at <= x.place.axis), x.place.m)]
+    at, axis = node.attr("axis") % (x.rank + 1), rows(x).axis
+    return [x.place, ALL, ALL, ALL], [Rows(axis + (at <= axis), x.place.m)]
 
 
 @rule("UnsortedSegmentSum")
 def _segment_sum(node: Node) -> Plan:
     data, ids, count = node.inputs
-    if fixed(count) is None or has_partial(node):
-        return None
-    places = {x.place for x in (data, ids) if isinstance(x.place, Rows)}
-    if len(places) != 1 or (place := places.pop()).axis >= ids.rank:
+    place = only(rows_of(node))
+    if has_partial(node) or place.axis >= ids.rank:
         return None
     if any(x.place == FULL and x.shape[place.axis] is not None for x in (data, ids)):
         return None
-    return [place, place, all_of(count)], [SUM]
+    return [place, place, Dims(tuple(known(count)), scalar=True)], [SUM]
 
 
 @rule("MatrixBandPart", "MatrixDiagPartV3", "MatrixDiagV3", "MatrixInverse", "Cholesky")
 def _batched_matrices(node: Node) -> Plan:
     x, *more = node.inputs
-    if not isinstance(x.place, Rows) or x.place.axis >= x.rank - 2:
-        return None
-    return [x.place, *[ALL] * len(more)], [x.place]
+    return ([x.place, *[ALL] * len(more)], [x.place]) if rows(x).axis < x.rank - 2 else None

@@ -12,21 +12,8 @@ import tensorflow as tf
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import control_flow_util_v2, handle_data_util
 
-from hvd_keras.auto.places import (
-    ALL,
-    FULL,
-    SUM,
-    Dim,
-    Dims,
-    List,
-    Node,
-    Partial,
-    Rows,
-    UnknownError,
-    Value,
-    inlined,
-    unknown,
-)
+from hvd_keras.auto import places
+from hvd_keras.auto.places import ALL, FULL, SUM, Dim, Dims, List, Node, Partial, Rows, Value
 from hvd_keras.auto.rules import RULES, Plan, elementwise, linear, rule
 from hvd_keras.auto.shapes import Shapes
 from hvd_keras.auto.sizes import evaluate, ints
@@ -40,7 +27,7 @@ def _sizes(value: Value) -> Any:
     if found is None:
         if isinstance(value.place, List):
             return value.place
-        return unknown()
+        return places.unknown()
     return Dims(tuple(found), scalar=value.shape.rank == 0)
 
 
@@ -80,7 +67,7 @@ def _put(node: Node) -> Plan:
     the_list, item = node.inputs[0], node.inputs[-1]
     of: Any = item.place
     if item.sym is not None and any(isinstance(n, Dim) for n in item.sym.ravel()):
-        of = tuple(item.sym.ravel()) if item.sym.ndim == 1 else unknown()
+        of = tuple(item.sym.ravel()) if item.sym.ndim == 1 else places.unknown()
     if isinstance(of, Partial) or (
         isinstance(the_list.place, List) and the_list.place.of not in (None, of)
     ):
@@ -97,7 +84,7 @@ def _length(node: Node) -> Plan:
         return None
     if node.type == "TensorListElementShape":
         known = handle_data_util.get_resource_handle_data(node.op.inputs[0]).shape_and_type
-        sizes: list[Any] = [dim.size for dim in known[0].shape.dim] if known else unknown()
+        sizes: list[Any] = [dim.size for dim in known[0].shape.dim] if known else places.unknown()
         if isinstance(place.of, Rows):
             sizes[place.of.axis] = Dim(place.of.m)
         if -1 in sizes:
@@ -148,17 +135,17 @@ class Body:
     def __init__(self, graph: Any, inputs: list[Value]) -> None:
         self.inputs, self.nodes = inputs, list[Node]()
         self._shapes = Shapes(inputs)
-        self.outputs = inlined(graph, inputs, self._place)
+        self.outputs = places.inlined(graph, inputs, self._place)
 
     def _place(self, op: Any, graph: Any, values: list[Value]) -> list[Value]:
         if op.type == "ReadVariableOp":
             return values
         node = Node(op, values, graph)
-        if op.op_def.is_stateful or any(a.HasField("func") for a in op.node_def.attr.values()):
-            raise UnknownError(op.type)
+        if op.op_def.is_stateful or node.calls:
+            raise places.UnknownError(op.type)
         evaluate(node)
         self._shapes.infer(node, values)
-        places = [FULL] * len(node.outputs)
+        placed = [FULL] * len(node.outputs)
         node.needs = [ALL] * len(values)
         local = [x.is_size for x in values]
         if node.outputs and all(v.sym is not None for v in node.outputs):
@@ -167,14 +154,14 @@ class Body:
             found = uniform(node) if any(local) else None
             found = found or (RULES[node.type](node) if node.type in RULES else None)
             if found is None or node.emit:
-                raise UnknownError(f"{node.type} of {[x.place for x in values]}")
-            node.needs, places = list(found[0]), found[1]
+                raise places.UnknownError(f"{node.type} of {[x.place for x in values]}")
+            node.needs, placed = list(found[0]), found[1]
             for x, need, is_local in zip(values, node.needs, local, strict=True):
                 free = need == ALL and x.place == FULL and not is_local
                 same = need == x.place or (isinstance(need, List) and x.place == List(None))
                 if not (free or same or isinstance(need, Dims)):
-                    raise UnknownError(f"{node.type}: {x.place} as {need}")
-        for value, place in zip(node.outputs, places, strict=True):
+                    raise places.UnknownError(f"{node.type}: {x.place} as {need}")
+        for value, place in zip(node.outputs, placed, strict=True):
             value.place = place
         self.nodes.append(node)
         return node.outputs
@@ -203,7 +190,7 @@ def _join(before: Any, after: Any) -> Any:
         return before
     if before in (FULL, List(None)) and not (isinstance(before, List) and after == FULL):
         return after
-    raise UnknownError(f"loop variable {before} becomes {after}")
+    raise places.UnknownError(f"loop variable {before} becomes {after}")
 
 
 def place_while(plan: Any, node: Node) -> list[Any]:
@@ -216,36 +203,36 @@ def place_while(plan: Any, node: Node) -> list[Any]:
         elif (
             x.dtype == tf.variant and x.place == FULL and (not x.node or x.node.type not in CREATE)
         ):
-            raise UnknownError("a list of rank 0")
-    places = [_of_list(x) if x.dtype == tf.variant and x.place == FULL else x.place for x in inputs]
+            raise places.UnknownError("a list of rank 0")
+    placed = [_of_list(x) if x.dtype == tf.variant and x.place == FULL else x.place for x in inputs]
     same = [_source(o) is a for a, o in zip(body.inputs, body.outputs, strict=True)]
     # States have the rows of the batch, whatever they begin with.
     guess = [
         Rows(0) if p == FULL and not is_same and _has_rows(x) else p
-        for p, x, is_same in zip(places, inputs, same, strict=True)
+        for p, x, is_same in zip(placed, inputs, same, strict=True)
     ]
     adds_up = [_adds(_source(o).op, a) for a, o in zip(body.inputs, body.outputs, strict=True)]
     sums = [
         SUM if p == FULL and adds and x.dtype.is_floating and x.shape.is_fully_defined() else p
         for p, x, adds in zip(guess, inputs, adds_up, strict=True)
     ]
-    for start in (sums, guess, places):
+    for start in (sums, guess, placed):
         try:
-            places, values, traced = _settle(body, inputs, start, same)
+            placed, values, traced = _settle(body, inputs, start, same)
             break
-        except UnknownError as error:
+        except places.UnknownError as error:
             why = error
     else:
         raise why
     test = Body(cond, values)
     if test.outputs[0].place != FULL:
-        raise UnknownError
+        raise places.UnknownError
     node.inputs = inputs
-    node.needs = [ALL if p == FULL else p for p in places]
+    node.needs = [ALL if p == FULL else p for p in placed]
     node.emit, node.parts = "while", (traced, test)
     if any(x.is_size for x in inputs):
-        raise UnknownError("a size of the batch")
-    return list(places)
+        raise places.UnknownError("a size of the batch")
+    return list(placed)
 
 
 def _adds(op: Any, tensor: Any) -> bool:
@@ -258,21 +245,21 @@ def _has_rows(x: Value) -> bool:
     return is_fill and (ints(x.node.inputs[0]) or [0])[0] == Dim(1)  # type: ignore[union-attr]
 
 
-def _settle(body: Any, inputs: list[Value], places: list[Any], same: list[bool]) -> Any:
+def _settle(body: Any, inputs: list[Value], placed: list[Any], same: list[bool]) -> Any:
     """The places of loop variables which those after a round agree with."""
     for _ in range(8):
         values = []
-        for x, place, is_same, t in zip(inputs, places, same, body.inputs, strict=True):
+        for x, place, is_same, t in zip(inputs, placed, same, body.inputs, strict=True):
             value = Value(None, 0, x, place)
             value.shape = x.shape if is_same or x.dtype == tf.variant else t.shape
             value.sym = x.sym if is_same else None
             values.append(value)
         traced = Body(body, values)
-        after = [_join(p, v.place) for p, v in zip(places, traced.outputs, strict=True)]
-        if after == places:
-            return places, values, traced
-        places = after
-    raise UnknownError("no fixed point")
+        after = [_join(p, v.place) for p, v in zip(placed, traced.outputs, strict=True)]
+        if after == placed:
+            return placed, values, traced
+        placed = after
+    raise places.UnknownError("no fixed point")
 
 
 def _of_list(x: Value) -> List:
@@ -298,4 +285,4 @@ def _read(plan: Any, body: Any, index: int, resource: Value) -> Value:
             read = Node(op, [resource], body)
             plan.place(read)
             return read.outputs[0]
-    raise UnknownError("a resource in a loop")
+    raise places.UnknownError("a resource in a loop")

@@ -5,7 +5,6 @@ turn before. If one has, nothing comes next, and the first rank takes another tu
 """
 
 import contextlib
-import dataclasses
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -28,6 +27,8 @@ LEFT = tf.errors.AbortedError, tf.errors.DeadlineExceededError
 is_over = False
 
 Failure = dict[str, Any]
+#: What every rank requests in a step: kinds and names.
+Requests = Sequence[tuple[str, str]]
 
 
 def turn(number: int = 0, failure: Failure | None = None) -> tuple[int, list[Failure]]:
@@ -51,14 +52,6 @@ def command(number: int) -> list[Failure]:
     return found
 
 
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """A request that every rank makes in a step: its kind and its name."""
-
-    kind: str
-    name: str
-
-
 class Refusals:
     """A failed step's requests, of which the other ranks may wait for any: so these fail there.
 
@@ -66,9 +59,9 @@ class Refusals:
     no other rank's has, until all ranks have left the step. Then what is left of them is cancelled.
     """
 
-    def __init__(self, collectives: Sequence[Collective]) -> None:
+    def __init__(self, requests: Requests) -> None:
         self._manager = cancellation.CancellationManager()
-        calls = [self._manager.get_cancelable_function(_refusal(one)) for one in collectives]
+        calls = [self._manager.get_cancelable_function(_refusal(*one)) for one in requests]
         self._threads = [threading.Thread(target=_fail, args=[call], daemon=True) for call in calls]
         for thread in self._threads:
             thread.start()
@@ -85,16 +78,16 @@ def _fail(call: Any) -> None:
         call()
 
 
-def _refusal(collective: Collective) -> Any:
-    options: dict[str, Any] = {"tensor_name": collective.name, "process_set": 0}
+def _refusal(kind: str, name: str) -> Any:
+    options: dict[str, Any] = {"tensor_name": name, "process_set": 0}
     options["note"] = f"{_FAILED} {rank_info.rank()}"
 
     def submit() -> Any:
         nothing = tf.zeros([0], tf.uint8)
-        if collective.kind == "alltoall":
+        if kind == "alltoall":
             return raw.hvd_alltoall(nothing, tf.zeros([rank_info.size()], tf.int64), **options)
-        more = {"root_rank": 0} if collective.kind in ("broadcast", "reduce") else {}
-        return getattr(raw, f"hvd_{collective.kind}")([nothing], **options, **more)
+        more = {"root_rank": 0} if kind in ("broadcast", "reduce") else {}
+        return getattr(raw, f"hvd_{kind}")([nothing], **options, **more)
 
     with tf.init_scope():
         return tf.compat.v1.wrap_function(submit, [])
@@ -114,9 +107,9 @@ def _follows(error: BaseException) -> bool:
     return _FAILED in str(error) or "another op of the same step has" in str(error)
 
 
-def cancel(collectives: Sequence[Collective], error: BaseException) -> BaseException:
+def cancel(requests: Requests, error: BaseException) -> BaseException:
     """Let all ranks leave a step that failed on the first one; returns the error to raise."""
-    refusals = Refusals(collectives)
+    refusals = Refusals(requests)
     try:
         failures = command(AGAIN)
     except LEFT:

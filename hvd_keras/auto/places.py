@@ -139,6 +139,11 @@ class Node:
         return {k: v for k, v in attrs if k[0] != "_" or k == "_lower_using_switch_merge"}
 
     @property
+    def calls(self) -> bool:
+        """Whether it runs another function."""
+        return any(a.HasField("func") for a in self.op.node_def.attr.values())
+
+    @property
     def is_whole(self) -> bool:
         """Whether rank 0 alone computes it."""
         return all(need == ROOT for need in self.needs)

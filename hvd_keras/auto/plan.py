@@ -2,29 +2,14 @@
 
 import os
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from hvd_keras.auto import layout as layout  # its rules
-from hvd_keras.auto import loops
-from hvd_keras.auto.places import (
-    ALL,
-    FULL,
-    ROOT,
-    SENT,
-    Dim,
-    Dims,
-    List,
-    Node,
-    Partial,
-    Rows,
-    UnknownError,
-    Value,
-    WholeError,
-    inlined,
-    words,
-)
+from hvd_keras.auto import loops, places
+from hvd_keras.auto.places import ALL, FULL, ROOT, SENT, Dim, Dims, List, Node, Partial, Rows, Value
 from hvd_keras.auto.rules import RULES
 from hvd_keras.auto.shapes import Shapes
 from hvd_keras.auto.sizes import evaluate
@@ -32,7 +17,7 @@ from hvd_keras.auto.sizes import evaluate
 # What may use any variable, out of sight.
 _OPAQUE = ("EagerPyFunc", "PyFunc", "PyFuncStateless")
 # Ops that workers repeat, rather than get their results, if what these need is small.
-_REPEATED = words(
+_REPEATED = places.words(
     """Const Cast Reshape ExpandDims Squeeze Identity StopGradient Fill Range Pack ConcatV2
     StridedSlice Transpose ZerosLike OnesLike BroadcastTo Tile StatelessRandomUniformV2
     StatelessRandomNormalV2 StatelessTruncatedNormalV2 StatelessRandomUniformIntV2
@@ -46,8 +31,14 @@ _SMALL = 256  # numbers
 class Plan:
     """The ops of a function in rounds between which the ranks exchange tensors."""
 
-    def __init__(self, graph: Any, divided: list[bool]) -> None:
-        """``divided``: which inputs of the function have the rows of the batch on axis 0."""
+    def __init__(self, graph: Any, divided: list[bool], captured: Sequence[Any] = ()) -> None:
+        """Place all ops.
+
+        Args:
+            graph: of the function.
+            divided: which of its inputs have the rows of the batch on axis 0.
+            captured: what the last inputs are in each call, if variables may be kept.
+        """
         self.nodes: list[Node] = []
         self.whole: list[str] = []  # ops that need the rows of all ranks on the first one
         # By value and need: after which round it is made, how, and of what.
@@ -62,13 +53,33 @@ class Plan:
                 self._exchange(value, Rows(0), 0, "scatter")
             arguments.append(self._rows_of(value) if is_divided else value)
         self._shapes = Shapes(arguments)
-        self.outputs = inlined(graph, arguments, self._place_op)
+        self.outputs = places.inlined(graph, arguments, self._place_op)
         for value in self.outputs:
             self.level_of(value, ROOT)
         self.levels = 1 + max(
             [n.level for n in self.nodes] + [level for level, _, _ in self.exchanges.values()],
             default=0,
         )
+        # Handles of variables that it reads alone, with the values, and of those that it assigns.
+        self.kept: dict[int, tuple[Any, Value]] = {}
+        self.assigned: list[Any] = []
+        self._keep(captured)
+
+    def _keep(self, captured: Sequence[Any]) -> None:
+        others = [n for n in self.nodes if n.type != "ReadVariableOp"]
+        if any(n.type in _OPAQUE or (n.op.op_def.is_stateful and n.calls) for n in others):
+            return  # what they assign is out of sight
+        used = {_origin(x) for n in others for x in n.inputs if x.dtype == tf.resource}
+        first = len(self.inputs) - len(captured)
+        handles = {x: captured[i] for i, x in enumerate(self.inputs[first:])}
+        self.assigned = [handles[x] for x in used if x in handles]
+        for key, (level, kind, value) in self.exchanges.items():
+            if kind != "broadcast" or value.node is None or value.node.type != "ReadVariableOp":
+                continue
+            variable = _origin(value.node.inputs[0])
+            if variable in handles and variable not in used and value.shape.is_fully_defined():
+                self.exchanges[key] = level, "keep", value
+                self.kept[id(value)] = handles[variable], value
 
     def _rows_of(self, value: Value) -> Value:
         """Return an input as the ops see it: its rows, once they are sent."""
@@ -78,7 +89,7 @@ class Plan:
 
     def _place_op(self, op: Any, graph: Any, values: list[Value]) -> list[Value]:
         if op.type == "Placeholder":
-            raise WholeError(f"its input {op.name} is unknown")
+            raise places.WholeError(f"its input {op.name} is unknown")
         node = Node(op, values, graph)
         self.place(node)
         if "While" not in op.type:
@@ -113,13 +124,13 @@ class Plan:
     def _divide(self, node: Node) -> None:
         inputs = node.inputs
         try:
-            places = self._places(node)
+            placed = self._places(node)
             for x, need in zip(node.inputs, node.needs, strict=True):
                 self._feasible(x, need)
-        except (UnknownError, ValueError, IndexError, TypeError):
+        except (places.UnknownError, ValueError, IndexError, TypeError):
             node.inputs, node.emit = inputs, None
             node.needs = [ROOT] * len(inputs)
-            places = [FULL] * len(node.outputs)
+            placed = [FULL] * len(node.outputs)
             for value in node.outputs:
                 value.is_uniform = False
             self._note_whole(node)
@@ -128,7 +139,7 @@ class Plan:
         )
         if node.needs and not node.is_whole:
             node.level = max(node.level, 1)
-        for value, place in zip(node.outputs, places, strict=True):
+        for value, place in zip(node.outputs, placed, strict=True):
             value.place = place
             value.is_everywhere = place == FULL and not node.is_whole and node.emit != "shape"
 
@@ -145,7 +156,7 @@ class Plan:
         if found is None and node.type in RULES:
             found = RULES[node.type](node)
         if found is None:
-            raise UnknownError
+            raise places.UnknownError
         node.needs = list(found[0])
         return found[1]
 
@@ -166,15 +177,15 @@ class Plan:
         if isinstance(need, List) and value.node is not None and value.node.type in loops.CREATE:
             return
         if value.dtype.name not in SENT or value.shape.rank is None:
-            raise UnknownError
-        if isinstance(need, (Rows, Partial)):
-            rest = value.shape.as_list()
-            if isinstance(need, Rows):
-                del rest[need.axis]
-            if None in rest:
-                raise UnknownError
+            raise places.UnknownError
+        sizes = value.shape.as_list()
+        if isinstance(need, Rows):
+            del sizes[need.axis]
+        is_sum = isinstance(value.place, Partial)
+        if None in sizes and not (need == ALL and (is_sum or self.is_repeated(value))):
+            raise places.UnknownError
         if (isinstance(need, Partial) or value.is_uniform) and value.place != FULL:
-            raise UnknownError
+            raise places.UnknownError
 
     def _exchange(self, value: Value, need: Any, level: int, kind: str) -> int:
         at, _, _ = self.exchanges.setdefault((id(value), need), (level, kind, value))
@@ -195,13 +206,13 @@ class Plan:
             of = [(x, need_of_list(node, x, need)) for x in node.inputs]
             return max([value.level, 1] + [self.level_of(x, n) for x, n in of])
         if isinstance(place, List) or (place != FULL and value.dtype.name not in SENT):
-            raise WholeError(f"{node.type if node else 'an input'} makes a list of rows")
+            raise places.WholeError(f"{node.type if node else 'an input'} makes a list of rows")
         level = value.level
         if place != FULL:
             if value.is_uniform:
                 assert node is not None
                 if need != ROOT:
-                    raise WholeError(f"{node.type} is needed in two ways")
+                    raise places.WholeError(f"{node.type} is needed in two ways")
                 return max(self.level_of(x, ROOT) for x in node.inputs)
             is_sum = isinstance(place, Partial)
             level = self._exchange(value, ROOT, value.level, "reduce" if is_sum else "gather")

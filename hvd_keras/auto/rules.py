@@ -7,20 +7,8 @@ UnknownError, if the op is to be computed on rank 0 from the whole inputs, which
 from collections.abc import Callable
 from typing import Any
 
-from hvd_keras.auto.places import (
-    ALL,
-    FULL,
-    SUM,
-    Dim,
-    Dims,
-    Node,
-    Partial,
-    Rows,
-    UnknownError,
-    Value,
-    words,
-)
-from hvd_keras.auto.sizes import fixed, ints
+from hvd_keras.auto.places import ALL, FULL, SUM, Dim, Dims, Node, Partial, Rows, Value, words
+from hvd_keras.auto.sizes import fixed, known, numbers, only, rows
 
 Plan = tuple[list[Any], list[Any]] | None
 RULES: dict[str, Callable[[Node], Plan]] = {}
@@ -86,8 +74,8 @@ def has_partial(node: Node) -> bool:
 
 def all_of(value: Value) -> Any:
     """A need of sizes or other small constants."""
-    known = fixed(value)
-    return ALL if known is None else Dims(tuple(known), scalar=value.shape.rank == 0)
+    found = fixed(value)
+    return ALL if found is None else Dims(tuple(found), scalar=value.shape.rank == 0)
 
 
 _ADDITIVE = words("AddN AddV2 Sub Neg Identity StopGradient Cast PreventGradient")
@@ -116,15 +104,11 @@ def linear(node: Node) -> Plan:
 
 def elementwise(node: Node) -> Plan:
     """Each rank computes its rows, whether or not the inputs broadcast along other axes."""
-    if not rows_of(node):
-        return None  # of a sum, only rank 0 knows the whole
     rank = max(x.rank for x in node.inputs)
-    from_right = {
-        (x.rank - x.place.axis, x.place.m) for x in node.inputs if isinstance(x.place, Rows)
-    }
-    if len(from_right) > 1:
-        return None  # one input's rows meet another axis of the other, as in [B] - [B, 1]
-    ((right, m),) = from_right
+    # None: of a sum, only rank 0 knows the whole. Several: one input's rows meet another axis of
+    # the other, as in [B] - [B, 1].
+    divided = [x for x in node.inputs if isinstance(x.place, Rows)]
+    right, m = only((x.rank - x.place.axis, x.place.m) for x in divided)
     needs: list[Any] = []
     for x in node.inputs:
         if isinstance(x.place, Rows):
@@ -146,10 +130,9 @@ AFTER_LINEAR.update(dict.fromkeys([*_ADDITIVE, *_SCALING], elementwise))
 def select(node: Node) -> Plan:
     """Its condition is as long as the others, or has one number for each of their rows."""
     condition, x, _ = node.inputs
-    places = set(rows_of(node))
     if condition.rank == x.rank:
         return elementwise(node)
-    if len(places) != 1 or places.pop().axis != 0 or condition.place == FULL or has_partial(node):
+    if only(rows_of(node)).axis != 0 or condition.place == FULL or has_partial(node):
         return None
     return [condition.place] * 3, [condition.place]
 
@@ -159,9 +142,7 @@ def _ensure_shape(node: Node) -> Plan:
     (x,) = node.inputs
     shape = node.attr("shape")
     dims = [d.size for d in shape.dim]
-    if not isinstance(x.place, Rows) or shape.unknown_rank or dims[x.place.axis] != -1:
-        return None
-    return [x.place], [x.place]
+    return ([x.place], [x.place]) if dims[rows(x).axis : rows(x).axis + 1] == [-1] else None
 
 
 @rule("Bitcast")
@@ -170,16 +151,10 @@ def _bitcast(node: Node) -> Plan:
 
 
 def _rowwise(node: Node) -> Plan:
-    signature = _ROWWISE[node.type]
-    if has_partial(node):
+    if has_partial(node) or node.inputs[0].rank < _LEAST_RANK.get(node.type, 1):
         return None
-    if node.inputs[0].rank < _LEAST_RANK.get(node.type, 1):
-        return None
-    kinds, results = signature.split(">")
-    ms = {r.m for r in rows_of(node)}
-    if len(ms) != 1:
-        return None
-    (m,) = ms
+    kinds, results = _ROWWISE[node.type].split(">")
+    m = only(r.m for r in rows_of(node))
     needs: list[Any] = []
     for kind, x in zip(kinds, node.inputs, strict=True):
         if kind == "r":
@@ -189,8 +164,8 @@ def _rowwise(node: Node) -> Plan:
                 return None
             needs.append(Rows(0, m))
         elif kind == "s":
-            sizes = ints(x)
-            if sizes is None or sizes[0] != Dim(m):
+            sizes = numbers(x)
+            if sizes[0] != Dim(m):
                 return None
             needs.append(Dims(tuple(sizes)))
         elif x.place != FULL:
@@ -205,10 +180,7 @@ RULES.update(dict.fromkeys(_ROWWISE, _rowwise))
 
 def axes_of(value: Value, rank: int) -> list[int]:
     """Return axes that are known, from 0 on."""
-    known = fixed(value)
-    if known is None:
-        raise UnknownError
-    return sorted({a % rank for a in known}) if rank else []
+    return sorted({a % rank for a in known(value)}) if rank else []
 
 
 @rule("Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "EuclideanNorm")
@@ -239,35 +211,26 @@ def _reduce(node: Node) -> Plan:
 @rule("Softmax", "LogSoftmax")
 def _along_last(node: Node) -> Plan:
     x = node.inputs[0]
-    if not isinstance(x.place, Rows) or x.place.axis == x.rank - 1:
-        return None
-    return [x.place], [x.place]
+    return ([x.place], [x.place]) if rows(x).axis != x.rank - 1 else None
 
 
 @rule("ArgMax", "ArgMin", "Cumsum", "Cumprod", "ReverseV2")
 def _along_axes(node: Node) -> Plan:
     x = node.inputs[0]
-    axes = axes_of(node.inputs[1], x.rank)
-    if not isinstance(x.place, Rows) or x.place.axis in axes:
+    axes, axis = axes_of(node.inputs[1], x.rank), rows(x).axis
+    if axis in axes:
         return None
-    need = all_of(node.inputs[1])
-    lost = node.type.startswith("Arg")
-    axis = x.place.axis - (1 if lost and axes[0] < x.place.axis else 0)
-    return [x.place, need], [Rows(axis, x.place.m)]
+    after = axis - (node.type.startswith("Arg") and axes[0] < axis)
+    return [x.place, all_of(node.inputs[1])], [Rows(after, x.place.m)]
 
 
 def _contract(node: Node, terms: list[str], out: str) -> Plan:
     """Rows on the label of one or more inputs; a label that is summed makes summands."""
-    labels = {
-        (t[x.place.axis], x.place.m)
-        for t, x in zip(terms, node.inputs, strict=True)
-        if isinstance(x.place, Rows)
-    }
-    if len(labels) != 1:
-        return None
-    ((label, m),) = labels
+    pairs = list(zip(terms, node.inputs, strict=True))
+    divided = [(t, x.place) for t, x in pairs if isinstance(x.place, Rows)]
+    label, m = only((t[place.axis], place.m) for t, place in divided)
     needs: list[Any] = []
-    for term, x in zip(terms, node.inputs, strict=True):
+    for term, x in pairs:
         if label not in term:
             needs.append(ALL)
         elif term.count(label) > 1 or (
@@ -283,21 +246,11 @@ def _contract(node: Node, terms: list[str], out: str) -> Plan:
 @rule("Einsum")
 def _einsum(node: Node) -> Plan:
     left, out = node.attr("equation").decode().split("->")
-    terms = left.split(",")
-    extra = max(
-        (
-            x.rank - len(t.replace("...", ""))
-            for t, x in zip(terms, node.inputs, strict=True)
-            if "..." in t
-        ),
-        default=0,
-    )
-    dots = "0123456789"[:extra]
-
-    def spell(term: str, rank: int) -> str:
-        return term.replace("...", dots[extra - (rank - len(term.replace("...", ""))) :])
-
-    spelled = [spell(t, x.rank) for t, x in zip(terms, node.inputs, strict=True)]
+    # Each term, and how many axes its dots stand for.
+    terms = [(t, 3 + x.rank - len(t)) for t, x in zip(left.split(","), node.inputs, strict=True)]
+    most = max((n for t, n in terms if "..." in t), default=0)
+    dots = "0123456789"[:most]
+    spelled = [t.replace("...", dots[most - n :]) for t, n in terms]
     return _contract(node, spelled, out.replace("...", dots))
 
 

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras.auto import messages, worker
+from hvd_keras.auto import keep, messages, worker
 from hvd_keras.auto.emit import Side
-from hvd_keras.auto.messages import AGAIN, NEW
 from hvd_keras.auto.pace import Pace
 from hvd_keras.auto.places import SENT, UnknownError, WholeError
 from hvd_keras.auto.plan import Plan
@@ -24,7 +23,6 @@ _MOST_TRACES = 16  # each takes seconds
 # Held while the workers run or get a function. Another thread, or a Python function within a step,
 # must not wait for it.
 _busy = threading.Lock()
-_sent = 0  # how many functions the workers have
 
 
 class Divided:
@@ -100,7 +98,7 @@ class Divided:
             return None
         try:
             plan, taken = planned(traced)
-            run = _send(*_build(plan, traced, taken))
+            run = _build(plan, traced, taken)
         except (WholeError, UnknownError) as why:
             self._tell(str(why))
             return None
@@ -127,18 +125,15 @@ def planned(traced: Any) -> tuple[Plan, int]:
         i < taken and bool(t.shape.rank) and t.shape[0] is None and t.dtype.name in SENT
         for i, t in enumerate(graph.inputs)
     ]
-    return Plan(graph, divided), taken
+    return Plan(graph, divided, traced.captured_inputs), taken
 
 
-def _build(plan: Plan, traced: Any, taken: int) -> tuple[Any, worker.Sent]:
-    """Build the first rank's part of a planned function, and that of the others."""
-    graph, size, name = traced.graph, rank_info.size(), f"auto.{_sent}"
+def _build(plan: Plan, traced: Any, taken: int) -> Callable[[list[Any]], Any]:
+    """Build the first rank's part of a planned function, and that of the others; send that."""
+    graph, size, name = traced.graph, rank_info.size(), worker.next_name()
     with tf.Graph().as_default() as theirs:
         rank = tf.cast(raw.hvd_rank_info(what="rank"), tf.int64)
-        other = Side(plan, name, rank, size, None)
-        other.build()
-        with tf.control_dependencies([op for _, op in other.collectives]):
-            tf.constant(0, name=worker.DONE)
+        Side(plan, name, rank, size, None).build()
 
     def compute(*leaves: Any) -> Any:
         side = Side(plan, name, 0, size, [*leaves, *traced.captured_inputs])
@@ -149,30 +144,13 @@ def _build(plan: Plan, traced: Any, taken: int) -> tuple[Any, worker.Sent]:
 
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in graph.inputs[:taken]]
     mine = function(compute, autograph=False).get_concrete_function(*specs)
-    collectives = [one for one, _ in other.collectives]
-    return mine, worker.Sent(theirs.as_graph_def().SerializeToString(), collectives)
-
-
-def _send(mine: Any, theirs: worker.Sent) -> Callable[[list[Any]], Any]:
-    """Send the others' part; return what runs both."""
-    global _sent
-    with messages.uninterrupted():
-        messages.command(NEW)
-        worker.send(theirs)
-        number, _sent = _sent, _sent + 1
-        if failures := messages.command(AGAIN):
-            raise WholeError("rank {rank} cannot load it: {text}".format(**failures[0]))
+    both = worker.share(mine, theirs)
+    kept = keep.Kept(plan.kept.values())
 
     def run(tensors: list[Any]) -> Any:
-        with messages.uninterrupted():
-            try:
-                messages.command(number)
-                return mine(*tensors)
-            except BaseException as error:
-                found = messages.cancel(theirs.collectives, error)
-                if found is error:
-                    raise
-                raise found from None
+        kept.update()
+        keep.forget(plan.assigned)
+        return both(tensors)
 
     return run
 

@@ -19,7 +19,7 @@ class Shapes:
     def infer(self, node: Node, inputs: list[Value]) -> None:
         """Set the shapes of a node's outputs."""
         op = node.op
-        if any(a.HasField("func") for a in op.node_def.attr.values()):
+        if node.calls:
             tensors = [None] * len(node.outputs)
         elif node.outputs and all(v.sym is not None for v in node.outputs):
             tensors = [self._sizes(v) for v in node.outputs]

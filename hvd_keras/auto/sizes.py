@@ -1,6 +1,6 @@
 """Evaluates what a step computes from shapes, with the number of rows as a symbol."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -24,10 +24,30 @@ def ints(value: Value) -> list[Any] | None:
 
 def fixed(value: Value) -> list[int] | None:
     """The known numbers of a value, if none depends on the batch."""
+    return None if value.sym is None or value.is_size else list(map(int, value.sym.ravel()))
+
+
+def numbers(value: Value) -> list[Any]:
+    """The same as ``ints``, but raise UnknownError if they are not known."""
     found = ints(value)
-    return (
-        None if found is None or any(isinstance(n, Dim) for n in found) else list(map(int, found))
-    )
+    return unknown() if found is None else found
+
+
+def known(value: Value) -> list[int]:
+    """The same as ``fixed``, but raise UnknownError."""
+    found = fixed(value)
+    return unknown() if found is None else found
+
+
+def rows(value: Value) -> Rows:
+    """Return where the rows of a value are; raise UnknownError if it has none."""
+    return value.place if isinstance(value.place, Rows) else unknown()
+
+
+def only(found: Iterable[Any]) -> Any:
+    """Return what all of some are; raise UnknownError if they differ, or there is none."""
+    some = set(found)
+    return some.pop() if len(some) == 1 else unknown()
 
 
 def _strided(node: Node, x: Any, begin: Any, end: Any, stride: Any) -> Any:
@@ -70,10 +90,6 @@ def _binary(f: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     return lambda node, a, b: np.frompyfunc(f, 2, 1)(a, b)
 
 
-def _reshape(node: Node, x: Any, shape: Any) -> Any:
-    return x.reshape([int(n) for n in shape])
-
-
 def _concat_offset(node: Node, axis: Any, *shapes: Any) -> list[Any]:
     found, total = [], 0
     for shape in shapes:
@@ -89,30 +105,15 @@ def _line(x: Any) -> Any:
     return x if x.ndim == 1 else unknown()
 
 
-def _slice(node: Node, x: Any, begin: Any, size: Any) -> Any:
-    return _line(x)[int(begin[0]) : None if size[0] == -1 else int(begin[0] + size[0])]
-
-
-def _pack(node: Node, *xs: Any) -> Any:
-    return np.stack(xs, node.attr("axis"))
-
-
-def _concat(node: Node, *xs: Any) -> Any:
-    return np.concatenate(xs[:-1], int(xs[-1]))
-
-
-def _prod(node: Node, x: Any, axes: Any) -> Any:
-    numbers = _line(x)
-    return unknown() if node.attr("keep_dims") else np.multiply.reduce(numbers, initial=1)
-
-
 _EVAL: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("Identity", "StopGradient", "Cast"), lambda node, x: x),
     "StridedSlice": _strided,
-    "Slice": _slice,
-    "Pack": _pack,
-    "ConcatV2": _concat,
-    "Prod": _prod,
+    "Slice": lambda node, x, b, n: _line(x)[int(b[0]) : None if n[0] == -1 else int(b[0] + n[0])],
+    "Pack": lambda node, *xs: np.stack(xs, node.attr("axis")),
+    "ConcatV2": lambda node, *xs: np.concatenate(xs[:-1], int(xs[-1])),
+    "Prod": lambda node, x, axes: (
+        unknown() if node.attr("keep_dims") else np.multiply.reduce(_line(x), initial=1)
+    ),
     "Mul": _binary(lambda a, b: a * b),
     "AddV2": _binary(lambda a, b: a + b),
     "Sub": _binary(lambda a, b: a - b),
@@ -123,7 +124,7 @@ _EVAL: dict[str, Callable[..., Any]] = {
     "GatherV2": lambda node, x, i, *_: _line(x)[i.astype(int)],
     "ExpandDims": lambda node, x, axis: x.reshape(1) if x.ndim == 0 else unknown(),
     "Squeeze": lambda node, x: x.reshape([]) if x.ndim == 1 else unknown(),
-    "Reshape": _reshape,
+    "Reshape": lambda node, x, shape: x.reshape([int(n) for n in shape]),
     "Fill": lambda node, shape, x: np.full([int(n) for n in shape], x, object),
     "BroadcastGradientArgs": _broadcast_args,
     "DynamicStitch": _stitch,

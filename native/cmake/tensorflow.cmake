@@ -23,7 +23,7 @@ function(add_tensorflow version tf_dir)
   set(definitions _GLIBCXX_USE_CXX11_ABI=1 EIGEN_MAX_ALIGN_BYTES=64 NDEBUG)
   set(ops hvd_tensorflow_${version})
   add_library(${ops} SHARED tensorflow/request_of_node.cc tensorflow/kernels.cc tensorflow/ops.cc
-    tensorflow/records.cc)
+    tensorflow/records.cc tensorflow/same.cc)
   target_include_directories(${ops} SYSTEM PRIVATE "${tf_dir}/include")
   target_compile_definitions(${ops} PRIVATE ${definitions})
   target_compile_options(${ops} PRIVATE ${HVD_WARNINGS})

@@ -124,8 +124,8 @@ Summary HostTransport::read_proposals() {
 std::optional<Summary> HostTransport::agree(const Proposal& mine, const Request* next,
                                             const Waiting& waiting) {
   const bool at_once = !waiting;
-  if (at_once && (!adds_up(next->kind) || next->device != kOnHost ||
-                  input_bytes(*next) > kMostAtOnce))
+  if (at_once &&
+      (!adds_up(next->kind) || next->device != kOnHost || input_bytes(*next) > kMostAtOnce))
     return {};
   if (!proposed_) propose(mine, next ? to_send_along(*next) : std::nullopt);
   const HostCounters::Targets all_here = memory_.all_here();

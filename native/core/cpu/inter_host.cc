@@ -57,9 +57,7 @@ class Direct : public InterHostExchange {
   }
 
  private:
-  bool gets_sums(int place) const {
-    return slice_.root < 0 || peers_[place] == slice_.root;
-  }
+  bool gets_sums(int place) const { return slice_.root < 0 || peers_[place] == slice_.root; }
   bool owns(int place) const { return place < parts_; }
   int64_t begin(int part) const { return slice_.elements * part / parts_; }
   int64_t length(int part) const { return begin(part + 1) - begin(part); }

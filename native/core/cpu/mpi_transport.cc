@@ -91,8 +91,7 @@ std::optional<Summary> MpiTransport::agree(const Proposal& mine, const Request* 
 }
 
 bool MpiTransport::is_brief(const Request& request) {
-  return adds_up(request.kind) && request.device == kOnHost &&
-         input_bytes(request) <= kBriefBytes;
+  return adds_up(request.kind) && request.device == kOnHost && input_bytes(request) <= kBriefBytes;
 }
 
 void MpiTransport::propose(const Proposal& mine, const Request* next) {
@@ -129,11 +128,10 @@ void MpiTransport::allreduce(Request& request) {
       const int64_t bytes = std::min(kChunkBytes, group.in.left());
       chunk_.resize(bytes);
       group.in.copy_to(chunk_.data(), bytes);
-      exchange_ = new_inter_host_allreduce(
-          Allreduce::direct, communicator_,
-          {chunk_.data(), bytes / size_of(group.dtype), group.dtype, request.reduction, factors,
-           root},
-          0);
+      exchange_ = new_inter_host_allreduce(Allreduce::direct, communicator_,
+                                           {chunk_.data(), bytes / size_of(group.dtype),
+                                            group.dtype, request.reduction, factors, root},
+                                           0);
       wait(*exchange_);
       if (gets_sums(request)) group.out.copy_from(chunk_.data(), bytes);
     }

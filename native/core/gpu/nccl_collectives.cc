@@ -43,8 +43,8 @@ class NcclCollectives::Operation {
 };
 
 bool NcclCollectives::can(const Request& request) {
-  const auto known = {Kind::allreduce, Kind::broadcast, Kind::allgather, Kind::alltoall,
-                      Kind::reducescatter, Kind::reduce};
+  const auto known = {Kind::allreduce, Kind::broadcast,     Kind::allgather,
+                      Kind::alltoall,  Kind::reducescatter, Kind::reduce};
   if (std::find(known.begin(), known.end(), request.kind) == known.end()) return false;
   if (!collective(request.kind).reduces) return true;
   if (request.reduction == Reduction::adasum) return false;
