@@ -244,7 +244,8 @@ call("evaluate", x); call("evaluate", x); call("predict"); call("predict")
 kernel.assign(kernel * 1.5); call("predict")
 weights = net.get_weights(); weights[0][0, 0] = 9; net.set_weights(weights); call("evaluate", x)
 net.set_weights(weights); call("evaluate", x)
-kernel.value.scatter_update(tf.IndexedSlices(tf.ones((1, 100)), [2])); call("predict"); call("predict")
+kernel.value.scatter_update(tf.IndexedSlices(tf.ones((1, 100)), [2]))
+call("predict"); call("predict")
 call("fit", x); call("predict")
 for layer in net.layers[:2]:
     layer.trainable = False
