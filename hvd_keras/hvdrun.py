@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hvd_keras.auto import launching
 from hvd_keras.horovod import horovodrun
-from hvd_keras.launch import job_spec, options, plan, restarts
+from hvd_keras.launch import job_spec, options, restarts
 from hvd_keras.launch.errors import UsageError, say
 from hvd_keras.launch.follow import metrics
 from hvd_keras.launch.follow.supervise import raise_open_files
@@ -31,7 +31,7 @@ def _launch() -> int:
     if asked.options.dry_run:
         placement = asyncio.run(restarts.place(asked, look=False))
         names = (Path("JOB_DIRECTORY"), "JOB", "", "HVDRUN_ADDRESS")
-        print(plan.plan(asked, placement, *names).describe())
+        print(asked.plan(placement, *names).describe())
         print(f"each rank: {shlex.join(asked.command)}")
         return 0
     raise_open_files()

@@ -11,14 +11,18 @@ from pathlib import Path
 from hvd_keras.launch import command_check, options
 from hvd_keras.launch.errors import UsageError, say
 from hvd_keras.launch.follow.statistics import Statistics
-from hvd_keras.launch.onhost.cores import usable_cores, usable_gpus
+from hvd_keras.launch.onhost import process, worker
+from hvd_keras.launch.onhost.cores import thread_settings, usable_cores, usable_gpus
 from hvd_keras.launch.onhost.fork_server import KEEP
 from hvd_keras.launch.start import hosts, slurm
 from hvd_keras.launch.start.all_hosts import Remains
-from hvd_keras.launch.start.dialects import Dialect
-from hvd_keras.launch.start.hosts import Host
+from hvd_keras.launch.start.dialects import VARIABLES, Dialect, Plan
+from hvd_keras.launch.start.hosts import Host, Placement
 from hvd_keras.launch.start.mpirun import find_mpirun
+from hvd_keras.launch.start.network import common_network
 from hvd_keras.launch.start.remote_shell import RemoteShell, kubectl_exec, ssh
+
+POSTMORTEM = "postmortem"  # the folder of the ranks' requests in the job's, unless the user has one
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,49 @@ class JobSpec:
             return self.hosts
         script = self.options.host_discovery_script
         return await (slurm.nodes(os.environ) if script is None else hosts.discover(script))
+
+    def rank_environment(self, size: int, directory: Path, job: str) -> dict[str, str]:
+        """Return what ranks get besides what depends on their hosts; here, besides our own."""
+        given, own = self.options, os.environ
+        memory = worker.memory_folder(job)
+        settings: dict[str, str] = given.settings | self.dialect.rank_settings(memory)
+        if self.dialect.library:
+            settings["HVD_MPI_LIBRARY"] = self.dialect.library
+        if given.timeline is not None:
+            settings["HVD_TIMELINE"] = str(Path(given.timeline).absolute())
+        if given.strict:
+            settings["HVD_STRICT"] = "1"
+        if given.verbose:
+            settings["HVDRUN_VERBOSE"] = "1"
+        if given.stats or given.metrics is not None:
+            settings["HVDRUN_STATISTICS"] = "1"
+        if self.is_local and given.postmortem is None:
+            settings["HVDRUN_POSTMORTEM"] = str(directory / POSTMORTEM)
+        if self.is_local:
+            return thread_settings(size, own, usable_cores()) | settings
+        names = {name for name in own if name.startswith(options.PASSED_PREFIXES)}
+        names |= {*options.PASSED, *given.env} & own.keys()
+        return {name: own[name] for name in sorted(names)} | settings | {process.JOB: job}
+
+    def plan(
+        self, placement: Placement, directory: Path, job: str, secret: str, addresses: str
+    ) -> Plan:
+        """Plan how to start the ranks' workers."""
+        given, dialect = self.options, self.dialect
+        interface = given.network_interface
+        made = Plan(
+            placement.hosts,
+            self.is_local,
+            directory,
+            agent=self.shell.agent(job, dialect.kills_workers),
+            network=None if self.is_local else interface or common_network(placement.hosts),
+            oversubscribe=given.oversubscribe,
+            extra=given.mpi_args,
+            environment=self.rank_environment(placement.size, directory, job),
+            settings=dict(zip(VARIABLES, (job, addresses, secret), strict=True)),
+        )
+        dialect.complete(made)
+        return made
 
 
 def build(given: argparse.Namespace) -> JobSpec:

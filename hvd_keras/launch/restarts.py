@@ -19,11 +19,10 @@ from hvd_keras.launch.follow.output import Output
 from hvd_keras.launch.follow.supervise import Signals, wait_for
 from hvd_keras.launch.job_spec import JobSpec
 from hvd_keras.launch.onhost import host_facts, limits
-from hvd_keras.launch.plan import Placement
 from hvd_keras.launch.run_job import Job
 from hvd_keras.launch.start import hosts
-from hvd_keras.launch.start.all_hosts import Facts, Remains, difference
-from hvd_keras.launch.start.hosts import Host
+from hvd_keras.launch.start.all_hosts import Remains, difference
+from hvd_keras.launch.start.hosts import Facts, Host, Placement
 from hvd_keras.launch.start.remote_shell import ask_all
 
 
@@ -141,14 +140,7 @@ async def place(spec: JobSpec, look: bool = True) -> Placement:
             f"-np got {size}, but the hosts have {there}; expected at most {slots}, more slots "
             "with -H, or --oversubscribe"
         )
-    return _share(found, size)
-
-
-def _share(found: Placement, size: int) -> Placement:
-    """Place so many ranks where there is room."""
-    chosen = hosts.share(found.hosts, size)
-    facts = {host.name: found.facts[host.name] for host in chosen if found.facts}
-    return Placement(chosen, facts)
+    return found.share(size)
 
 
 async def _look(
@@ -204,7 +196,7 @@ async def _replace(spec: JobSpec, size: int, least: int, known: Facts) -> Placem
             say_once(f"left out: {name} {text}")
         slots = found.size
         if slots >= least or (slots and spec.options.oversubscribe):
-            return _share(found, size if spec.options.oversubscribe else min(size, slots))
+            return found.share(size if spec.options.oversubscribe else min(size, slots))
         if time.monotonic() >= limit:
             there = f"the hosts that answer have {slots} slots"
             say(f"no restart: {there}, and {least} are needed (--min-np)")

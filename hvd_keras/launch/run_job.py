@@ -17,12 +17,12 @@ from hvd_keras.launch.follow.output import Output
 from hvd_keras.launch.follow.ranks import Ranks
 from hvd_keras.launch.follow.statistics import table
 from hvd_keras.launch.follow.supervise import OPEN_FILES, Signals, job_directory, wait_for
-from hvd_keras.launch.job_spec import JobSpec
+from hvd_keras.launch.job_spec import POSTMORTEM, JobSpec
 from hvd_keras.launch.onhost import limits
 from hvd_keras.launch.onhost.channel import new_secret
 from hvd_keras.launch.onhost.process import die_with_parent
-from hvd_keras.launch.plan import POSTMORTEM, Placement, plan
 from hvd_keras.launch.start.dialects import Plan
+from hvd_keras.launch.start.hosts import Placement
 from hvd_keras.launch.start.network import own_addresses
 
 # What `input()` raises.
@@ -127,7 +127,7 @@ class Job:
             options.bind,
         )
         names = self._directory, self._number, secret, self._ranks.addresses
-        planned = plan(spec, placement, *names)
+        planned = spec.plan(placement, *names)
         for path, text in planned.files.items():
             path.write_text(text)
             path.chmod(0o700)

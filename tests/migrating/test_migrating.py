@@ -11,7 +11,7 @@ import pytest
 import hvd_keras
 from hvd_keras.horovod import PATH, names
 from hvd_keras.horovod.horovodrun import EXTENSION
-from hvd_keras.launch import job_spec, options, plan
+from hvd_keras.launch import job_spec, options
 from hvd_keras.launch.errors import UsageError
 from tests.harness import migrating
 
@@ -141,18 +141,18 @@ def test_settings_of_horovod_are_translated(monkeypatch, capsys) -> None:
     monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "5")
     monkeypatch.setenv("HVD_STALL_WARNING_SECONDS", "6")
     spec = job_spec.build(parse(["-np", "1", "--horovod", "--log-level", "error", "true"]))
-    found = plan.rank_environment(spec, 1, Path(), "")
+    found = spec.rank_environment(1, Path(), "")
     assert (found["HVD_TIMELINE"], found["HVD_TIMEOUT_SECONDS"]) == ("t.json", "7")
     assert (found["HVD_LOG_LEVEL"], found["HVD_BUCKET_BYTES"]) == ("ERROR", "1")
     assert "HVD_STALL_WARNING_SECONDS" not in found, "hvd_keras's own has precedence"
     assert "HOROVOD_TIMELINE is HVD_TIMELINE=t.json here" in capsys.readouterr().err
     spec = job_spec.build(parse(["-np", "1", "true"]))
-    others = plan.rank_environment(spec, 1, Path(), "")
+    others = spec.rank_environment(1, Path(), "")
     assert "HVD_TIMELINE" not in others
 
 
 def test_options_reach_the_ranks() -> None:
     parsed = parse(["-np", "1", "--horovod", "--fusion-threshold-mb", "1", "true"])
-    settings = plan.rank_environment(job_spec.build(parsed), 1, Path(), "")
+    settings = job_spec.build(parsed).rank_environment(1, Path(), "")
     assert settings["HVD_BUCKET_BYTES"] == str(1 << 20)
     assert settings["PYTHONPATH"].split(":")[0] == PATH

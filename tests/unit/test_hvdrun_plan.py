@@ -18,7 +18,7 @@ from hvd_keras.launch.onhost import sweep
 from hvd_keras.launch.onhost.cores import usable_cores, usable_gpus
 from hvd_keras.launch.start import all_hosts, command, hosts, network, slurm
 from hvd_keras.launch.start.all_hosts import Remains
-from hvd_keras.launch.start.hosts import Host
+from hvd_keras.launch.start.hosts import Host, Placement
 from hvd_keras.launch.start.mpirun import find_mpirun
 from hvd_keras.launch.start.remote_shell import RemoteShell
 from tests.harness.launcher import FOREVER, wait_until
@@ -261,9 +261,10 @@ def test_a_host_that_differs_is_refused(fact: str, value: object, words: str) ->
 
 def test_ranks_fill_the_first_hosts_first() -> None:
     three = [Host("a", 2), Host("b", 4), Host("c", 1)]
-    assert hosts.share(three, 3) == [Host("a", 2), Host("b", 1)]
-    assert hosts.share(three, 7) == three
-    assert hosts.share([Host("a", 2), Host("b", 4)], 9) == [Host("a", 3), Host("b", 6)]
+    assert Placement(three, {}).share(3).hosts == [Host("a", 2), Host("b", 1)]
+    assert Placement(three, {}).share(7).hosts == three
+    two = Placement([Host("a", 2), Host("b", 4)], {})
+    assert two.share(9).hosts == [Host("a", 3), Host("b", 6)]
 
 
 def test_ways_to_say_how_many_ranks(hvdrun) -> None:

@@ -13,8 +13,6 @@ from hvd_keras.launch.start.remote_shell import Answer, Reach, ask_all
 # What must have the same version on all hosts.
 _PROGRAMS = ("Python", "hvd_keras", "TensorFlow", "Keras")
 
-Facts = Mapping[str, Mapping[str, Any]]  # what `host_facts` says of each host
-
 
 def difference(
     theirs: Mapping[str, Any], own: Mapping[str, Any], directory: str, program: str

@@ -4,11 +4,13 @@ import re
 import shlex
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.onhost.cores import usable_cores
 from hvd_keras.launch.start.command import ask
 
 # A host name or an IPv4 address; it cannot be taken for an option of ssh. DNS allows 63 characters
@@ -19,6 +21,8 @@ _EXAMPLE = "server1:4,server2:4"
 # "server[1-3,08-10]:4" is server1:4, server2:4, server3:4, server08:4, server09:4, server10:4.
 _RANGE = re.compile(r"([^\[\]]*)\[(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)\]([^\[\]]*)", re.ASCII)
 MOST_HOSTS = 10_000
+
+Facts = Mapping[str, Mapping[str, Any]]  # what `host_facts` says of each host
 
 
 @dataclass(frozen=True)
@@ -127,13 +131,39 @@ def count(hosts: Sequence[Host]) -> int:
     return sum(host.slots or 0 for host in hosts)
 
 
-def share(hosts: Sequence[Host], size: int) -> list[Host]:
-    """Return the hosts with the ranks of each; all get more in proportion if slots are too few."""
-    slots, shared = count(hosts), []
-    room_needed = max(size, slots)
-    for host in hosts:
-        room = -(-(host.slots or 0) * room_needed // slots)
-        if size > 0:
-            shared.append(Host(host.name, min(room, size)))
-            size -= room
-    return shared
+@dataclass(frozen=True)
+class Placement:
+    """The hosts of one start, with the number of ranks of each."""
+
+    hosts: Sequence[Host]
+    facts: Facts  # of the hosts, if they were asked; in a job here alone, of ""
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The user's names of the hosts, by the hosts' own."""
+        return {facts["host"]: name for name, facts in self.facts.items()}
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return count(self.hosts)
+
+    def describe(self) -> str:
+        """Describe it in words, such as "2 ranks on this host, 1 core each"."""
+        ranks = f"{self.size} rank{'s' * (self.size != 1)}"
+        if "" not in self.facts:
+            return f"{ranks} on {', '.join(map(str, self.hosts))}"
+        cores = max(1, usable_cores() // self.size)
+        each = " each" * (self.size != 1)
+        return f"{ranks} on this host, {cores} core{'s' * (cores != 1)}{each}"
+
+    def share(self, size: int) -> "Placement":
+        """Place so many ranks where there is room; all hosts get more if slots are too few."""
+        left, chosen = size, []
+        for host in self.hosts:
+            room = -(-(host.slots or 0) * max(size, self.size) // self.size)
+            if left > 0:
+                chosen.append(Host(host.name, min(room, left)))
+                left -= room
+        facts = {host.name: self.facts[host.name] for host in chosen if self.facts}
+        return Placement(chosen, facts)
