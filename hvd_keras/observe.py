@@ -75,7 +75,7 @@ def _start_timeline(name: str, path: str) -> None:
             return timeline.begin(file, rank_info.rank(), rank_info.size())
         except OSError as error:
             raise ValueError(
-                f"cannot make the file '{error.filename}': {error.strerror}. Choose a path in a "
+                f"cannot make the file '{file}': {error.strerror}. Choose a path in a "
                 "folder that exists, has space and that every rank may write to."
             ) from error
 

@@ -139,8 +139,8 @@ output
     ADDRESS:PORT (default: none)
 --postmortem FOLDER: after a failure, keep each rank's last requests and stacks in this folder, and
     say which rank did something else first (default: none)
---timeline FILE: record a timeline of all ranks in FILE, for https://ui.perfetto.dev or
-    chrome://tracing (default: none)
+--timeline FILE: record a timeline of all ranks in FILE, on several hosts in a shared folder, for
+    https://ui.perfetto.dev or chrome://tracing (default: none)
 
 several hosts
 --nproc-per-node --nproc_per_node N: number of ranks on each host that is named without a number

@@ -97,10 +97,11 @@ class Job:
                     say(self._place or "to see where each rank was, add --postmortem FOLDER")
             finally:
                 await self._ranks.close()
-                if options.timeline is not None and Path(options.timeline).exists():
+                if options.timeline is not None:
                     with contextlib.suppress(OSError):  # whoever opens it will see why
                         timeline.merge(Path(options.timeline))  # rank 0 has not if one failed
-                    say(f"timeline: python -m hvd_keras.timeline {options.timeline}")
+                    if Path(options.timeline).exists():
+                        say(f"timeline: python -m hvd_keras.timeline {options.timeline}")
                 if options.stats:
                     say(table(spec.statistics))
         if folder is not None:
