@@ -22,15 +22,29 @@ Gpu::Store::~Store() {
 
 Gpu::Gpu(const CudaApi& cuda, int device)
     : cuda_(cuda), device_(device), store_(std::make_shared<Store>(cuda)) {
+  stream_ = create_stream();
+}
+
+Gpu::~Gpu() {
+  cuda_.destroy_stream(stream_);
+  if (back_stream_) cuda_.destroy_stream(back_stream_);
+}
+
+CudaStream Gpu::create_stream() const {
   const OnDevice here(cuda_, device_);
   int least, greatest;
   cuda_.check(cuda_.priorities(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
   // Before the framework's kernels, behind which a collective would keep the other ranks waiting.
-  cuda_.check(cuda_.create_stream(&stream_, kCudaStreamNonBlocking, greatest),
+  CudaStream stream = nullptr;
+  cuda_.check(cuda_.create_stream(&stream, kCudaStreamNonBlocking, greatest),
               "cudaStreamCreateWithPriority");
+  return stream;
 }
 
-Gpu::~Gpu() { cuda_.destroy_stream(stream_); }
+CudaStream Gpu::back_stream() {
+  if (!back_stream_) back_stream_ = create_stream();
+  return back_stream_;
+}
 
 Event Gpu::record(CudaStream stream) {
   CudaEvent event = nullptr;
@@ -65,10 +79,11 @@ bool Gpu::finished(const Event& event) const {
   return true;
 }
 
-void Gpu::copy(void* target, const void* source, size_t bytes) {
+void Gpu::copy(void* target, const void* source, size_t bytes, CudaStream stream) {
   if (bytes == 0) return;
   const OnDevice here(cuda_, device_);
-  cuda_.check(cuda_.copy(target, source, bytes, kCudaMemcpyDefault, stream_), "cudaMemcpyAsync");
+  cuda_.check(cuda_.copy(target, source, bytes, kCudaMemcpyDefault, stream ? stream : stream_),
+              "cudaMemcpyAsync");
 }
 
 Memory Gpu::allocate(size_t bytes) { return take(&Store::of_device, bytes); }

@@ -17,11 +17,12 @@ using Memory = std::shared_ptr<void>;
 class Gpu {
  public:
   Gpu(const CudaApi& cuda, int device);
-  ~Gpu();  // all work of the stream must be finished
+  ~Gpu();  // all work of the streams must be finished
 
   const CudaApi& cuda() const { return cuda_; }
   int device() const { return device_; }
   CudaStream stream() const { return stream_; }
+  CudaStream back_stream();  // another one, for copies that shall not wait for those in the first
 
   // Marks the work enqueued in the stream (of this device) so far. From any thread.
   Event record(CudaStream stream);
@@ -31,8 +32,8 @@ class Gpu {
 
   bool finished(const Event& event) const;
 
-  // In our stream; one of the two may be memory of the host.
-  void copy(void* target, const void* source, size_t bytes);
+  // In our stream or another one; one of the two may be memory of the host.
+  void copy(void* target, const void* source, size_t bytes, CudaStream stream = nullptr);
 
   // The last owner returns the memory to a pool: to free some lets the host wait for the GPU.
   Memory allocate(size_t bytes);  // of the device
@@ -58,7 +59,9 @@ class Gpu {
 
   const CudaApi& cuda_;
   const int device_;
-  CudaStream stream_ = nullptr;
+  CudaStream create_stream() const;
+
+  CudaStream stream_ = nullptr, back_stream_ = nullptr;
   const std::shared_ptr<Store> store_;
 };
 

@@ -9,9 +9,14 @@
 
 namespace hvd {
 
+// Parts of a request that all ranks can run one after the other instead of it, of 4 MiB at most;
+// one part, if a result depends on more than one element of each rank.
+std::vector<Request> parts_of(const Request& request);
+
 // Copies them to page-locked memory of the host, exchanges them there and copies them back. The
-// host waits for the first copy, the GPU for the second. All ranks call this for the same request.
-// Adds to `held` what must live until the work enqueued in our stream is finished.
+// host waits for the first copy, the GPU for the second; meanwhile other parts are copied, both
+// ways. All ranks call this for the same request. Adds to `held` what must live until the work
+// enqueued in our stream is finished.
 Status run_on_host(Gpu& gpu, Transport& host, Request& request, const Waiting& waiting,
                    const Pause& pause, const std::function<void()>& allocated,
                    std::vector<Memory>* held);

@@ -192,7 +192,11 @@ Status GpuTransport::run_on_gpu(Request& request, const Waiting& waiting) {
   Transport* const mpi = by_mpi_ && can_run_over_mpi(request.kind) ? host_->mpi() : nullptr;
   if (joined && !nccl) {
     request.device = kOnHost;  // where its buffers are
-    return (mpi ? *mpi : *host_).run(request, waiting);
+    if (mpi) return mpi->run(request, waiting);
+    Status status;
+    for (Request& part : parts_of(request))
+      if (status.ok()) status = host_->run(part, waiting);
+    return status;
   }
   std::optional<LaunchOrder::Turn> turn;
   LaunchOrder& order = LaunchOrder::of(gpu->device());

@@ -1,6 +1,7 @@
-// Several process sets on the same GPUs, and tensors of the host beside those of GPUs: ranks are
+// Several process sets on the same GPUs, and the memory of the host beside that of GPUs: ranks are
 // threads, on the fake of CUDA and NCCL, which ends the process if two ranks launch in different
 // orders, or two sets at once.
+#include <array>
 #include <deque>
 
 #include "tests/support/gpu_ranks.h"
@@ -120,6 +121,83 @@ std::string reduce_on_host(GpuRank& rank, const std::string& name, bool* at_once
   return "";
 }
 
+// Float32, more than a part of what goes through the host, in place, and one element of another
+// dtype before it. Not of rank 1 if it has joined. Returns the error.
+std::string reduce_much(GpuRank& rank, bool is_alone = false) {
+  constexpr int64_t n = 5'000'000;
+  const size_t bytes = n * sizeof(float);
+  const Memory staged = rank.device.pinned(bytes), small = rank.device.pinned(1);
+  const Memory large = rank.device.allocate(bytes), one = rank.device.allocate(1);
+  auto* const values = static_cast<float*>(staged.get());
+  for (int64_t i = 0; i < n; ++i) values[i] = test::gpu_value(rank.rank, i % 1000);
+  *static_cast<uint8_t*>(small.get()) = static_cast<uint8_t>(3 + rank.rank);
+  rank.device.copy(large.get(), staged.get(), bytes);
+  rank.device.copy(one.get(), small.get(), 1);
+  std::promise<Status> done;
+  Request request;
+  request.name = "much";
+  request.inputs = {{one.get(), DType::uint8, {1}}, {large.get(), DType::float32, {n}}};
+  request.outputs = {one.get(), large.get()};
+  request.device = rank.device.number();
+  request.stream = rank.device.stream();
+  request.done = [&](const Status& status) { done.set_value(status); };
+  rank.sets[0]->submit(std::move(request));
+  const std::string why = done.get_future().get().message;
+  if (!why.empty()) {
+    new auto(std::array{staged, small, large, one});  // a stream may use them
+    return why;
+  }
+  rank.device.copy(staged.get(), large.get(), bytes);
+  rank.device.copy(small.get(), one.get(), 1);
+  rank.device.synchronize();
+  CHECK_EQ(static_cast<int>(*static_cast<uint8_t*>(small.get())), is_alone ? 3 : 7);
+  int64_t wrong = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const float other = is_alone ? 0 : test::gpu_value(1, i % 1000);
+    wrong += values[i] != test::gpu_value(0, i % 1000) + other;
+  }
+  CHECK_EQ(wrong, 0);
+  return "";
+}
+
+// While the host exchanges one part, others are copied.
+void what_goes_through_the_host_goes_in_parts() {
+  Settings settings;
+  settings.gpu_allreduce = GpuBackend::mpi;
+  test::on_gpu_ranks(1, settings, [](GpuRank& rank) {
+    int (*most_under_way)() = nullptr;
+    rank.device.bind("hvd_fake_cuda_most_under_way", &most_under_way);
+    CHECK_EQ(reduce_much(rank), "");
+    CHECK(most_under_way() >= 4);
+    std::deque<GpuCall> joins;
+    joins.emplace_back(rank.device, Kind::join, "join", rank.rank, 1);
+    if (rank.rank == 0) CHECK_EQ(reduce_much(rank, true), "");
+    joins.back().begin();
+    joins.back().submit(*rank.sets[0]);
+    expect_all(rank, joins);
+    leave(rank);
+  });
+}
+
+// The streams have nothing to do when they are destroyed.
+void a_copy_that_fails_between_parts_ends_all() {
+  Settings settings;
+  settings.gpu_allreduce = GpuBackend::mpi;
+  test::on_gpu_ranks(1, settings, [](GpuRank& rank) {
+    int (*fault)(const char*, int, int, int) = nullptr;
+    void (*immune)(int) = nullptr;
+    rank.device.bind("hvd_fake_cuda_fault", &fault);
+    rank.device.bind("hvd_fake_cuda_immune", &immune);
+    immune(1);  // the test's own copies
+    if (rank.rank == 0) fault("cudaMemcpyAsync", 13, 1, 0);
+    CHECK_CONTAINS(reduce_much(rank), "cudaMemcpyAsync");
+    while (rank.sets[0]->leave(0) != Engine::LeaveResult::aborted)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    CHECK(!rank.stuck);
+    rank.sets.clear();
+  });
+}
+
 constexpr double kPatience = 30;  // seconds: nobody gives up at once
 
 // Whether one of some is served at once: the engine's thread may still be at what was before.
@@ -202,6 +280,8 @@ int main() {
       {"ranks differ in their order", ranks_differ_in_their_order},
       {"one set waits for the other", one_set_waits_for_the_other},
       {"numbers grow with those of other ranks", numbers_grow_with_those_of_other_ranks},
+      {"what goes through the host goes in parts", what_goes_through_the_host_goes_in_parts},
+      {"a copy that fails between parts ends all", a_copy_that_fails_between_parts_ends_all},
       {"small tensors of the host are served at once",
        small_tensors_of_the_host_are_served_at_once},
       {"who is served at once hears of a GPU that stops",

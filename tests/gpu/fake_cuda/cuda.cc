@@ -148,6 +148,9 @@ using fake_cuda::violation;
 namespace {
 int made = 0;
 std::atomic<int> copies{0};
+std::atomic<int> most_under_way{0};
+// Of this thread of the host: the places of copies in streams, by the streams' numbers.
+thread_local std::map<int, std::deque<uint64_t>> under_way;
 std::atomic<bool> has_priority{false};
 }  // namespace
 
@@ -365,6 +368,17 @@ EXPORT int cudaMemcpyAsync(void* target, const void* source, size_t bytes, int k
   const char* const from = fake_cuda::in_work(source);
   stream->give("copy", {{source, bytes, false}, {target, bytes, true}},
                [=] { std::memcpy(to, from, bytes); });
+  {
+    std::lock_guard<std::recursive_mutex> lock(fake_cuda::mutex());
+    auto& of_stream = under_way[stream->number];
+    of_stream.push_back(stream->given);
+    int all = 0;
+    for (auto& [number, places] : under_way) {
+      while (!places.empty() && places.front() <= fake_cuda::host()[number]) places.pop_front();
+      all += static_cast<int>(places.size());
+    }
+    most_under_way = std::max(most_under_way.load(), all);
+  }
   const bool host_waits = fake_cuda::is_pageable(target) || fake_cuda::is_pageable(source);
   return host_waits ? cudaStreamSynchronize(stream) : 0;
 }
@@ -433,11 +447,13 @@ EXPORT int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigne
   return 0;
 }
 
-// For tests: whether a stream of this process comes before others, and how many copies it has
-// begun.
+// For tests: whether a stream of this process comes before others, how many copies it has begun,
+// and the most that a thread of the host had begun before it has seen that they are done.
 EXPORT int hvd_fake_cuda_has_priority() { return has_priority; }
 
 EXPORT int hvd_fake_cuda_copies() { return copies; }
+
+EXPORT int hvd_fake_cuda_most_under_way() { return most_under_way; }
 
 // For tests: what is left, in words.
 EXPORT const char* hvd_fake_cuda_leaks() {

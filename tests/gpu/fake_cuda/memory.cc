@@ -6,17 +6,20 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <vector>
 
 #include "fake_cuda.h"
 
 namespace fake_cuda {
 namespace {
 
-// Who used a piece of memory last.
+// A use of a piece of memory.
 struct Use {
-  int stream = -1;
-  uint64_t place = 0;
+  int stream;
+  uint64_t place;
   std::string what;
+  const char *begin, *end;
+  bool writes;
 };
 
 struct Region {
@@ -24,9 +27,8 @@ struct Region {
   size_t mapped;
   char* work;  // the same memory, as streams see it
   bool on_device;
-  int protection;  // of the host's pages
-  Use written;
-  std::map<int, Use> read;  // by stream
+  int protection;         // of the host's pages
+  std::vector<Use> uses;  // the last ones
 };
 
 bool aware_mpi = false;
@@ -51,13 +53,9 @@ std::pair<const char*, Region*> region_of(const void* data) {
   return {start, &region};
 }
 
-bool under_way(const Use& use) { return use.stream >= 0 && any_host()[use.stream] < use.place; }
-
 const Use* user(const Region& region, bool also_readers) {
-  if (under_way(region.written)) return &region.written;
-  for (const auto& [stream, use] : region.read) {
-    if (also_readers && under_way(use)) return &use;
-  }
+  for (const Use& use : region.uses)
+    if ((use.writes || also_readers) && any_host()[use.stream] < use.place) return &use;
   return nullptr;
 }
 
@@ -107,7 +105,7 @@ int allocate(void** out, size_t bytes, bool on_device) {
   char* const work = static_cast<char*>(both[1]);
   std::memset(work, 0x55, bytes);  // so that tests do not find what was there before
   Region& region = regions()[static_cast<char*>(both[0])];
-  region = {bytes, mapped, work, on_device, PROT_READ | PROT_WRITE, {}, {}};
+  region = {bytes, mapped, work, on_device, PROT_READ | PROT_WRITE, {}};
   protect(static_cast<char*>(both[0]), region);
   ++living()[on_device ? "device memory" : "pinned memory"];
   return 0;
@@ -119,13 +117,10 @@ int release(void* data, bool on_device) {
   const auto found = regions().find(static_cast<const char*>(data));
   if (found == regions().end() || found->second.on_device != on_device)
     violation("memory is freed that was not allocated so");
-  const auto check = [&](const Use& use) {
-    if (use.stream >= 0 && host()[use.stream] < use.place)
-      violation("memory is freed that '" + use.what + "' may still use");
-  };
   Region& region = found->second;
-  check(region.written);
-  for (const auto& [stream, use] : region.read) check(use);
+  for (const Use& use : region.uses)
+    if (host()[use.stream] < use.place)
+      violation("memory is freed that '" + use.what + "' may still use");
   munmap(region.work, region.mapped);
   munmap(data, region.mapped);
   regions().erase(found);
@@ -157,21 +152,24 @@ void use(CUstream_st& stream, const std::string& what, const Range& range) {
   if (!region) return;  // the host's own memory
   if (static_cast<const char*>(range.data) + range.bytes > start + region->bytes)
     violation("'" + what + "' goes beyond the end of its memory");
-  const auto after = [&](const Use& other, const char* did) {
-    if (other.stream < 0 || stream.clock[other.stream] >= other.place) return;
+  const auto* const begin = static_cast<const char*>(range.data);
+  const Use now{stream.number, stream.given, what, begin, begin + range.bytes, range.writes};
+  for (const Use& other : region->uses) {
+    const bool conflict =
+        now.begin < other.end && other.begin < now.end && (now.writes || other.writes);
+    if (!conflict || stream.clock[other.stream] >= other.place) continue;
     violation("'" + what + "' in stream " + std::to_string(stream.number) + " uses memory that '" +
-              other.what + "' in stream " + std::to_string(other.stream) + " " + did +
-              ", with no event between the two");
-  };
-  after(region->written, "writes");
-  const Use now{stream.number, stream.given, what};
-  if (range.writes) {
-    for (const auto& [number, other] : region->read) after(other, "reads");
-    region->read.clear();
-    region->written = now;
-  } else {
-    region->read[stream.number] = now;
+              other.what + "' in stream " + std::to_string(other.stream) + " " +
+              (other.writes ? "writes" : "reads") + ", with no event between the two");
   }
+  // Who comes after this use comes after those that it covers.
+  const auto is_covered = [&](const Use& other) {
+    return now.begin <= other.begin && other.end <= now.end &&
+           (now.writes || (!other.writes && other.stream == now.stream));
+  };
+  auto& uses = region->uses;
+  uses.erase(std::remove_if(uses.begin(), uses.end(), is_covered), uses.end());
+  region->uses.push_back(now);
   protect(start, *region);
 }
 
