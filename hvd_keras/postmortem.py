@@ -25,14 +25,16 @@ from typing import NamedTuple
 _HEAD = struct.Struct("8s i i Q 1024s 4096s")
 _RECORD = struct.Struct("Q q q q Q Q I i 200s")
 _MAGIC = b"hvdreq1\0"
-REQUESTS_BYTES = _HEAD.size + 200 * _RECORD.size
 #: In the order of the recorder's states.
 STATES = ("", "waits for the others", "running", "done", "failed")
 _DONE, _FAILED = 3, 4
 
-# The layout of the calls: a table of their numbers, 0 for none, each with the line as JSON.
-CALL_BYTES = 512
+# Behind them, the latest calls: by request, in a table with a place for each hash; each has its
+# number, 0 for none, and the line as JSON.
+FIRST_CALL = _HEAD.size + 200 * _RECORD.size
+CALLS, CALL_BYTES = 64, 512
 COUNT = struct.Struct("<Q")
+FILE_BYTES = FIRST_CALL + CALLS * CALL_BYTES
 
 # Lines of an error that are shown.
 _ERROR_LINES = 12
@@ -126,12 +128,12 @@ def read(folder: Path) -> dict[int, Rank]:
 
 def _read_rank(path: Path) -> Rank:
     data = path.read_bytes()
-    if len(data) != REQUESTS_BYTES or not data.startswith(_MAGIC):
-        raise ValueError(f"{path} is not of this version of hvd_keras ({REQUESTS_BYTES} bytes).")
+    if len(data) != FILE_BYTES or not data.startswith(_MAGIC):
+        raise ValueError(f"{path} is not of this version of hvd_keras ({FILE_BYTES} bytes).")
     _, rank, size, _, leaving, failure = _HEAD.unpack_from(data)
-    records = sorted(one for one in _RECORD.iter_unpack(data[_HEAD.size :]) if one[0] > 0)
-    requests = [Request._make([*one[:-1], _text(one[-1])]) for one in records]
-    calls, stacks = _read_calls(path.with_suffix(".calls")), path.with_suffix(".stacks")
+    records = sorted(_RECORD.iter_unpack(data[_HEAD.size : FIRST_CALL]))
+    requests = [Request._make([*one[:-1], _text(one[-1])]) for one in records if one[0] > 0]
+    calls, stacks = _calls(data), path.with_suffix(".stacks")
     return Rank(rank, size, _text(leaving), _text(failure), requests, calls, *_read_stacks(stacks))
 
 
@@ -139,12 +141,9 @@ def _text(field: bytes) -> str:
     return field.rstrip(b"\0").decode(errors="replace")
 
 
-def _read_calls(path: Path) -> dict[str, Place]:
-    if not path.exists():
-        return {}
-    data = path.read_bytes()
+def _calls(data: bytes) -> dict[str, Place]:
     found = []
-    for place in range(0, len(data), CALL_BYTES):
+    for place in range(FIRST_CALL, FILE_BYTES, CALL_BYTES):
         (count,) = COUNT.unpack_from(data, place)
         if count > 0:
             found.append((count, json.loads(data[place + COUNT.size : place + CALL_BYTES])))

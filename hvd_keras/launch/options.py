@@ -74,11 +74,7 @@ def _one_interface(option: str, text: str) -> str:
 
 
 def _variable(option: str, text: str) -> str:
-    if text not in os.environ:
-        raise UsageError(
-            f"{option} got {text!r}, which is not set; expected the name of a variable"
-        )
-    return text
+    return _expect(text in os.environ, option, text, "the name of a variable that is set")
 
 
 def _new_file(option: str, text: str) -> str:

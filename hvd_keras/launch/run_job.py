@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from hvd_keras import postmortem, timeline
 from hvd_keras.launch.errors import STARTED, refusing, say
@@ -64,11 +65,7 @@ class Job:
     """One start of a job: mpirun, and its workers, which report through `ranks`."""
 
     def __init__(
-        self,
-        spec: JobSpec,
-        placement: Placement,
-        signals: Signals,
-        output: Output,
+        self, spec: JobSpec, placement: Placement, signals: Signals, output: Output
     ) -> None:
         self._spec, self._options, self._placement = spec, spec.options, placement
         self._signals, self._output = signals, output
@@ -87,7 +84,7 @@ class Job:
         spec.statistics.start(self._placement.size)
         spec.remains.hosts.update(self._hosts)
         spec.remains.starts.append(self._number)
-        with job_directory(self._number) as self._directory:
+        with job_directory(self._number) as self._directory, TemporaryFile() as self._text:
             planned = self._prepare()
             try:
                 verdict = self._verdict(await self._follow(planned))
@@ -152,18 +149,16 @@ class Job:
     async def _follow(self, planned: Plan) -> set[str]:
         """Run mpirun and clean up; returns the lost hosts."""
         hvdrun = os.getpid()
-        self._text = self._directory / "mpirun.txt"
-        with self._text.open("wb") as text:
-            self._mpirun = mpirun = subprocess.Popen(
-                planned.command,
-                env={**os.environ, **planned.settings},
-                stdin=subprocess.DEVNULL,
-                stdout=2 if self._options.verbose else text,
-                stderr=subprocess.STDOUT,
-                # In a separate session it gets no Ctrl-C of the terminal.
-                start_new_session=True,
-                preexec_fn=lambda: die_with_parent(hvdrun),
-            )
+        self._mpirun = mpirun = subprocess.Popen(
+            planned.command,
+            env={**os.environ, **planned.settings},
+            stdin=subprocess.DEVNULL,
+            stdout=2 if self._options.verbose else self._text,
+            stderr=subprocess.STDOUT,
+            # In a separate session it gets no Ctrl-C of the terminal.
+            start_new_session=True,
+            preexec_fn=lambda: die_with_parent(hvdrun),
+        )
         self._signals.forward = lambda number: self._ranks.tell(signal=number)
         try:
             await self._wait()
@@ -248,7 +243,8 @@ class Job:
         if not verdict.explained or (
             verdict.status != 0 and not any(report.started for report in reports)
         ):
-            self._output.write_raw(self._text.read_bytes())
+            self._text.seek(0)
+            self._output.write_raw(self._text.read())
         text = ""
         if verdict.culprit is not None:
             # An exception of `hvd_keras.run` repeats it, even if it has been printed just before.

@@ -1,9 +1,9 @@
 """The flight recorder of a rank: files that say what it did last, read by ``postmortem``.
 
-With ``HVD_POSTMORTEM=FOLDER`` each rank keeps three files there: its last requests (written by the
-core), the lines of the script that called hvd_keras last, and the stacks of its threads whenever
-requests fail, or when the process is ended. The first two are mapped into memory, so they also show
-what a killed process did. They are removed if the ranks leave the job together.
+With ``HVD_POSTMORTEM=FOLDER`` each rank keeps two files there. One has its last requests (written
+by the core) and the lines of the script that called hvd_keras last. It is mapped into memory, so it
+also shows what a killed process did. The other has the stacks of its threads whenever requests
+fail, or when the process is ended. They are removed if the ranks leave the job together.
 """
 
 import contextlib
@@ -24,11 +24,8 @@ import traceback
 from types import CodeType, FrameType, TracebackType
 from typing import BinaryIO
 
-from hvd_keras.postmortem import CALL_BYTES, COUNT, REQUESTS_BYTES, is_library
+from hvd_keras.postmortem import CALL_BYTES, CALLS, COUNT, FILE_BYTES, FIRST_CALL, is_library
 from hvd_keras.runtime import libraries, log, rank_info, settings
-
-# The latest calls: how many (by request, in a table with a place for each hash).
-CALLS = 64
 
 # Seconds that py-spy may take.
 _NATIVE_SECONDS = 10
@@ -49,27 +46,17 @@ def _is_script(file: str) -> bool:
     return not is_library(file, _libraries())
 
 
-def _allocated(path: pathlib.Path, size: int) -> BinaryIO:
-    """Make a file to be mapped. A full disk fails here, not where memory is written (SIGBUS)."""
-    file = path.open("w+b")
-    os.posix_fallocate(file.fileno(), 0, size)
-    return file
-
-
 class _Recorder:
     """The files of this rank."""
 
     def __init__(self, folder: pathlib.Path, rank: int) -> None:
-        self._paths = [folder / f"rank-{rank}.{what}" for what in ("requests", "calls", "stacks")]
+        self._paths = [folder / f"rank-{rank}.{what}" for what in ("requests", "stacks")]
         self._keep = False
         self._count = 0
         folder.mkdir(parents=True, exist_ok=True)
         self._calls: mmap.mmap | None = None
-        if settings.read().postmortem_is_asked:  # it takes microseconds of each call
-            with _allocated(self._paths[1], CALLS * CALL_BYTES) as calls:
-                self._calls = mmap.mmap(calls.fileno(), 0)
         self._written: list[tuple[str, CodeType, int] | None] = [None] * CALLS
-        self._stacks: BinaryIO = self._paths[2].open("wb", buffering=0)
+        self._stacks: BinaryIO = self._paths[1].open("wb", buffering=0)
         about = {"host": socket.gethostname(), "pid": os.getpid(), "libraries": _libraries()}
         self._write(json.dumps(about))
         # The launcher ends the others like this when a rank has failed. Later handlers win.
@@ -78,8 +65,12 @@ class _Recorder:
             faulthandler.enable(self._stacks)
         # The core writes a byte when requests fail, and waits until it gets one back.
         self._own, self._core = socket.socketpair()
-        with _allocated(self._paths[0], REQUESTS_BYTES) as requests:
-            libraries.core().hvd_record_requests(requests.fileno(), self._core.fileno())
+        with self._paths[0].open("w+b") as file:
+            # A full disk fails here, and not where the memory is written (SIGBUS).
+            os.posix_fallocate(file.fileno(), 0, FILE_BYTES)
+            libraries.core().hvd_record_requests(file.fileno(), self._core.fileno())
+            if settings.read().postmortem_is_asked:  # it takes microseconds of each call
+                self._calls = mmap.mmap(file.fileno(), FILE_BYTES)
         threading.Thread(target=self._listen, name="hvd_postmortem", daemon=True).start()
 
     def _write(self, line: str) -> None:
@@ -96,7 +87,7 @@ class _Recorder:
             return
         self._count += 1
         number = hash(request) % CALLS  # requests in one place: the later call stays
-        place = number * CALL_BYTES
+        place = FIRST_CALL + number * CALL_BYTES
         call = (request, frame.f_code, frame.f_lasti)
         if self._written[number] != call:  # a loop's call is the same each time
             code = frame.f_code

@@ -37,8 +37,8 @@ def test_requests_outlive_kill_9(tmp_path: pathlib.Path) -> None:
     assert all(0 < r.submitted <= r.started <= r.ended for r in steps)
     assert not killed.has_stacks
     # Its room on the disk was taken at the start: a full disk is no SIGBUS later.
-    calls = (folder / "rank-1.calls").stat()
-    assert calls.st_blocks * 512 >= calls.st_size > 0
+    file = (folder / "rank-1.requests").stat()
+    assert file.st_blocks * 512 >= file.st_size > 0
 
     command = [sys.executable, "-m", "hvd_keras.postmortem", str(folder), "--requests", "1"]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout

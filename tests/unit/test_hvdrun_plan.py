@@ -166,7 +166,7 @@ def test_the_command_in_an_allocation_of_slurm(hvdrun, given: bool) -> None:
         (["-H", "a:1", "--ssh-identity-file", "x"], "--ssh-identity-file got 'x', which is not"),
         (["-H", "a:1", "--remote-shell", "absent x"], "--remote-shell got 'absent', which is not"),
         (["-H", "a:1", "--remote-shell", "sh", "--ssh-port", "1"], "got --remote-shell and an opt"),
-        (["-H", "a:1", "--env", "ABSENT"], "--env got 'ABSENT', which is not set"),
+        (["-H", "a:1", "--env", "ABSENT"], "--env got 'ABSENT'; expected the name of a"),
         (
             ["-n", "1", "--max-restarts", "-1"],
             "--max-restarts got '-1'; expected an integer of at least 0",

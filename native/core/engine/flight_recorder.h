@@ -24,8 +24,8 @@ class FlightRecorder {
   FlightRecorder(const FlightRecorder&) = delete;
   FlightRecorder& operator=(const FlightRecorder&) = delete;
 
-  // Records in this file, of which sizeof(File) is allocated. Nothing is recorded without one.
-  // Before any request.
+  // Records at the beginning of this file, which has room. Nothing is recorded without one. Before
+  // any request.
   void open(int descriptor, int rank, int size);
 
   // Thread-safe and without locks. Returns the record's number, from 1; 0 without a file.
