@@ -164,6 +164,8 @@ RULES = {
         ),
         (r"elements\(input\.shape\) / size", "elements(input.shape) / size / 2"),
         (r"(?<=all_reduce\()input\.data", "request.inputs[0].data"),
+        (r"(?<=\.reduce\()input\.data", "request.inputs[0].data"),
+        (r"op, root,", "op, host_.rank(),"),
         (r"(?<=broadcast\()input\.data", "request.inputs[0].data"),
         (r"(?<=reduce_scatter\()input\.data", "request.inputs[0].data"),
         (r"(?<=<const char\*>\()input\.data", "request.inputs[0].data"),
@@ -213,7 +215,7 @@ CONTROLS = (f"{GPU}/gpu.cc", f"{XLA}/handlers.cc")
 _FIRST = r"(?:(?<=\()|(?<=, )|(?<=  ))"  # of an argument
 SITES = {
     "events": r"(?<![:\w])(?:record|record_event|query_event|finished)\((?!const)",
-    "waits": r"(?<![:\w])(?:wait|stream_wait|wait_for)\((?!Gpu)",
+    "waits": r"(?<![:\w])(?:wait|stream_wait|wait_for)\((?!(?:const )?Gpu)",
     "streams": _FIRST + r"(?:stream_?|framework|gpu(?:->|\.)stream\(\))(?=[,)])"
     r"|static_cast<CudaStream>\([^)]*\)|request\.stream = ",
     "groups": r"(?<![:\w])(?:group_start|group_end|settle)\((?!const)|communicator_\.group\(",
