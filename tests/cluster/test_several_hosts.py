@@ -1,6 +1,7 @@
 """hvdrun on several hosts: the environment of the ranks, bad input, how a job ends."""
 
 import json
+import os
 import re
 import signal
 import sys
@@ -434,3 +435,30 @@ def test_the_readme_can_be_followed(hosts: Hosts, tmp_path: Path) -> None:
         clean(hosts)
         assert done.returncode == 0, done.stderr
         assert words in done.stdout
+
+
+def test_a_session_trains_on_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
+    """As a notebook does: its process is the first rank, and the other host needs no script."""
+    code = """
+        import sys, keras, numpy as np, hvd_keras as hvd
+        if len(sys.argv) > 1:
+            hvd.auto(hosts=sys.argv[1])
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+        x = np.random.default_rng(0).normal(size=(64, 8)).astype("float32")
+        history = model.fit(x, x[:, :1], batch_size=16, epochs=2, verbose=0).history
+        print(hvd.size() if len(sys.argv) > 1 else 1, *history["loss"])
+        """
+    path = tmp_path / "session.py"
+    path.write_text(textwrap.dedent(code))
+    env = {**os.environ, "HVD_AUTO": "divided"}  # also where one process is faster
+    alone, both = (
+        hosts[0].run([sys.executable, str(path), *where], timeout=900, env=env)
+        for where in ([], ["server1:1,server2:1"])
+    )
+    assert both.returncode == 0, both.stderr
+    assert "cannot be divided" not in both.stderr
+    (_, *expected), (size, *found) = (map(float, job.stdout.split()) for job in (alone, both))
+    assert size == 2
+    assert found == pytest.approx(expected, rel=1e-5)
