@@ -110,8 +110,8 @@ def merge_timeline() -> None:
         log.logger.error("cannot write the timeline %s: %s", file, error.strerror)
 
 
-#: What `hooks.progress` keeps of the last fit: epoch, epochs, steps, samples (None: unknown), loss,
-#: gpu_bytes, and the time "at" which it looked.
+#: What `training.progress` keeps of the last fit: epoch, epochs, steps, samples (None: unknown),
+#: loss, gpu_bytes, and the time "at" which it looked.
 training: dict[str, Any] = {}
 
 
