@@ -372,12 +372,13 @@ EXPORT int cudaMemcpyAsync(void* target, const void* source, size_t bytes, int k
     std::lock_guard<std::recursive_mutex> lock(fake_cuda::mutex());
     auto& of_stream = under_way[stream->number];
     of_stream.push_back(stream->given);
-    int all = 0;
+    int all = 0, busy = 0;
     for (auto& [number, places] : under_way) {
       while (!places.empty() && places.front() <= fake_cuda::host()[number]) places.pop_front();
       all += static_cast<int>(places.size());
+      busy += !places.empty();
     }
-    most_under_way = std::max(most_under_way.load(), all);
+    if (busy > 1) most_under_way = std::max(most_under_way.load(), all);
   }
   const bool host_waits = fake_cuda::is_pageable(target) || fake_cuda::is_pageable(source);
   return host_waits ? cudaStreamSynchronize(stream) : 0;
@@ -448,7 +449,8 @@ EXPORT int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigne
 }
 
 // For tests: whether a stream of this process comes before others, how many copies it has begun,
-// and the most that a thread of the host had begun before it has seen that they are done.
+// and the most that a thread of the host had begun, in several streams, before it has seen that
+// they are done.
 EXPORT int hvd_fake_cuda_has_priority() { return has_priority; }
 
 EXPORT int hvd_fake_cuda_copies() { return copies; }
