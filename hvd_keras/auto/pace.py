@@ -1,4 +1,4 @@
-"""Times a function's first steps, divided and by the first rank alone, and keeps the faster way."""
+"""Times a function's steps by the first rank alone, then divided, and keeps the faster way."""
 
 import atexit
 import time
@@ -11,6 +11,11 @@ from hvd_keras.runtime import log, rank_info, settings
 
 # Steps that are timed of each way, after one that is not; the fastest counts.
 _STEPS = 4
+# To divide a function takes a few times as long as its first step, which traces it. It is tried
+# once the next steps have taken so many times as long, so that short jobs do not pay for it.
+_WORTH = 5
+
+Way = Callable[[], Any]
 
 
 class Pace:
@@ -20,37 +25,39 @@ class Pace:
         """``name`` is of the function."""
         self._name = name
         self._rows = 0  # of the steps that are timed
-        self._seconds: dict[bool, list[float]] = {True: [], False: []}
-        self._divides = True
-        self._is_chosen = settings.read().always_divides
+        self._alone: list[float] = []  # seconds of steps
+        self._together: list[float] = []
+        self._divided: Callable[[list[Any]], Any] | None = None
+        self._is_chosen = False
 
-    def step(self, rows: int, divided: Callable[[], Any], whole: Callable[[], Any]) -> Any:
-        """Take a step of so many rows in one of two ways."""
-        if self._is_chosen:
-            return divided() if self._divides else whole()
-        self._rows = self._rows or rows
-        if rows != self._rows:  # such as the last of an epoch
-            return divided()
+    def step(self, tensors: list[Any], rows: int, whole: Way, divide: Way) -> Any:
+        """Take a step with these tensors in one of two ways; ``divide`` returns the second."""
+        always = settings.read().always_divides
+        first, *others = self._alone or [0.0]
+        is_due = always or (len(others) >= _STEPS and sum(others) >= _WORTH * first)
+        if is_due and self._divided is None and not self._is_chosen:
+            self._divided = divide()
+            self._is_chosen = always or self._divided is None
+        run, self._rows = self._divided, self._rows or rows
         begun = time.perf_counter()
-        outputs = divided() if self._divides else whole()
+        outputs = run(tensors) if run else whole()
+        if self._is_chosen or rows != self._rows:  # such as the last of an epoch
+            return outputs
         for leaf in tf.nest.flatten(outputs)[:1]:
             if isinstance(leaf, tf.Tensor):
                 leaf.numpy()  # a GPU may still compute it
-        self._seconds[self._divides].append(time.perf_counter() - begun)
-        if len(self._seconds[self._divides]) > _STEPS:
-            if self._divides:
-                self._divides = False
-            else:
-                self._choose()
+        (self._together if run else self._alone).append(time.perf_counter() - begun)
+        if len(self._together) > _STEPS:
+            self._choose()
         return outputs
 
     def _choose(self) -> None:
         self._is_chosen = True
-        together, alone = (min(self._seconds[way][1:]) * 1e3 for way in (True, False))
-        self._divides = together <= alone
+        together, alone = (min(some[1:]) * 1e3 for some in (self._together, self._alone))
         both = f"{alone:.3g} ms a step, and {rank_info.size()} ranks take {together:.3g} ms"
-        if self._divides:
+        if together <= alone:
             log.logger.info("hvdrun --auto divides %s: one process takes %s", self._name, both)
-        else:
-            text = f"hvdrun --auto: one process is faster in {self._name}: it takes {both}. Use"
-            atexit.register(log.warn_once, f"{text} more hosts or a larger batch.")  # at the end
+            return
+        self._divided = None
+        text = f"hvdrun --auto: one process is faster in {self._name}: it takes {both}. Use"
+        atexit.register(log.warn_once, f"{text} more hosts or a larger batch.")  # at the end

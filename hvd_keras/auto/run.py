@@ -35,7 +35,7 @@ class Divided:
     def __init__(self, body: Callable[..., Any], whole: Callable[..., Any], name: str) -> None:
         """``body`` is what is traced, ``whole`` computes the same on this rank alone."""
         self._body, self._whole, self.name = body, whole, name
-        self._traces: dict[Any, tuple[Callable[..., Any], Pace] | None] = {}
+        self._traces: dict[Any, Pace] = {}
         self._captured: list[Any] = []  # keeps what the traces have captured
 
     @classmethod
@@ -65,22 +65,19 @@ class Divided:
             return self._whole(*args, **kwargs)
         try:
             if key not in self._traces:
-                run = self._divide(args, kwargs, rows)
-                self._traces[key] = run and (run, Pace(self.name))
-            if (trace := self._traces[key]) is not None:
-                run, pace = trace
-                whole = functools.partial(self._whole, *args, **kwargs)
-                return pace.step(rows, functools.partial(run, tensors), whole)
+                self._traces[key] = Pace(self.name)
+            whole = functools.partial(self._whole, *args, **kwargs)
+            divide = functools.partial(self._divide, args, kwargs, rows)
+            return self._traces[key].step(tensors, rows, whole, divide)
         finally:
             _busy.release()
-        return self._whole(*args, **kwargs)
 
     def _tell(self, why: str) -> None:
         log.warn_once(f"hvdrun --auto computes {self.name} on the first rank alone: {why}.")
 
     def _divide(self, args: Any, kwargs: Any, rows: int) -> Callable[..., Any] | None:
         """Return what runs this function divided; None if that is not possible."""
-        if len(self._traces) >= _MOST_TRACES:
+        if len(self._traces) > _MOST_TRACES:
             self._tell(f"its batches have more than {_MOST_TRACES} inner shapes")
             return None
 
