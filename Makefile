@@ -83,8 +83,9 @@ recipe-test: setup  ## Add a toy collective by CONTRIBUTING's recipe, build and 
 matrix: setup  ## Measure docs/tables/combinations.md, in half an hour; with SECONDS=3600 for an hour more triples of features.
 	@$(BIN)/python -m tests.parallel.features.measure --triples $(or $(SECONDS),0)
 
-layers: setup  ## Measure docs/tables/layers.md: every layer, loss and metric of Keras in fit, in ten minutes.
+layers: setup  ## Measure docs/tables/layers.md, every layer, loss and metric of Keras in fit, and auto.csv, how hvdrun --auto divides them, in 15 minutes.
 	@$(BIN)/hvdrun -np 2 --oversubscribe $(BIN)/python -m tests.parallel.layers.measure
+	@$(BIN)/python -m tests.parallel.layers.divided
 
 bench: .venv/bench  ## Measure what hvd_keras costs, in half an hour; results in benchmarks/results.
 	@$(BIN)/python benchmarks/run.py

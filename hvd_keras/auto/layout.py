@@ -20,11 +20,8 @@ def reshaped(dims: list[Any], target: list[Any], place: Rows) -> tuple[Rows, lis
         raise UnknownError
     inner, outer = math.prod(dims[axis + 1 :]), math.prod(dims[:axis])
     if -1 in target:
-        known = 1
-        for n in target:
-            known = known if n == -1 else n * known
-        total = Dim(m * inner * outer)
-        target = [total // known if n == -1 else n for n in target]
+        rest = Dim(m * inner * outer) // math.prod(n for n in target if n != -1)
+        target = [rest if n == -1 else n for n in target]
     for at, n in enumerate(target):
         if isinstance(n, Dim):
             if any(isinstance(k, Dim) for k in target[at + 1 :]) or n.k != 1:
@@ -148,9 +145,7 @@ def _slice(node: Node) -> Plan:
     x, begin, size = node.inputs
     b, s, axis = numbers(begin), numbers(size), rows(x).axis
     others = [n for i, pair in enumerate(zip(b, s, strict=True)) if i != axis for n in pair]
-    if b[axis] != 0 or s[axis] not in (-1, Dim(x.place.m)):
-        return None
-    if any(isinstance(n, Dim) for n in others):
+    if b[axis] != 0 or s[axis] not in (-1, Dim(x.place.m)) or Dim in map(type, others):
         return None
     return [x.place, Dims(tuple(b)), Dims(tuple(s))], [x.place]
 
@@ -211,15 +206,19 @@ def _one_hot(node: Node) -> Plan:
     return [x.place, ALL, ALL, ALL], [Rows(axis + (at <= axis), x.place.m)]
 
 
-@rule("UnsortedSegmentSum")
+@rule("UnsortedSegmentSum", "ScatterNd")
 def _segment_sum(node: Node) -> Plan:
-    data, ids, count = node.inputs
-    place = only(rows_of(node))
-    if has_partial(node) or place.axis >= ids.rank:
+    by_place = node.type == "ScatterNd"
+    *inputs, count = node.inputs
+    ids = inputs[0] if by_place else inputs[1]
+    place, need = only(rows_of(node)), Dims(tuple(known(count)), scalar=not by_place)
+    axes = ids.rank - by_place
+    if not by_place and ids.place == FULL and place.axis >= axes:
+        return [place, ALL, need], [Rows(place.axis - axes + 1, place.m)]
+    fixed = any(x.place == FULL and x.shape[place.axis] is not None for x in inputs)
+    if has_partial(node) or place.axis >= axes or fixed:
         return None
-    if any(x.place == FULL and x.shape[place.axis] is not None for x in (data, ids)):
-        return None
-    return [place, place, Dims(tuple(known(count)), scalar=True)], [SUM]
+    return [place, place, need], [SUM]
 
 
 @rule("MatrixBandPart", "MatrixDiagPartV3", "MatrixDiagV3", "MatrixInverse", "Cholesky")

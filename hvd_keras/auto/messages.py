@@ -96,10 +96,9 @@ def _refusal(kind: str, name: str) -> Any:
 def failure_of(error: BaseException) -> Failure:
     """Describe what has failed on this rank, for the others."""
     code = getattr(error, "error_code", tf.errors.INTERNAL)
-    text = (
-        str(error) if isinstance(error, tf.errors.OpError) else f"{type(error).__name__}: {error}"
-    )
-    return {"rank": rank_info.rank(), "code": code, "text": text, "is_own": not _follows(error)}
+    kind = "" if isinstance(error, tf.errors.OpError) else f"{type(error).__name__}: "
+    text, is_own = f"{kind}{error}", not _follows(error)
+    return {"rank": rank_info.rank(), "code": code, "text": text, "is_own": is_own}
 
 
 def _follows(error: BaseException) -> bool:

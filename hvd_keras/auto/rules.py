@@ -45,11 +45,12 @@ _ROWWISE = {
     "SpaceToDepth": "r>r", "SparseSoftmaxCrossEntropyWithLogits": "rr>rr", "TopKV2": "ra>rr",
     "Dilation2D": "ra>r", "ImageProjectiveTransformV3": "rraa>r", "AdjustContrastv2": "ra>r",
     "AdjustHue": "ra>r", "AdjustSaturation": "ra>r", "HSVToRGB": "r>r", "RGBToHSV": "r>r",
+    "DenseBincount": "raa>r", "MatrixSolve": "rr>r",
 }  # fmt: skip
 
 
 # Of a lower rank, they would combine rows.
-_LEAST_RANK = {"TopKV2": 2, "AdjustContrastv2": 4}
+_LEAST_RANK = {"TopKV2": 2, "AdjustContrastv2": 4, "DenseBincount": 2, "MatrixSolve": 3}
 
 
 def rule(*names: str, table: dict[str, Any] = RULES) -> Callable[[Any], Any]:

@@ -108,7 +108,10 @@ def _line(x: Any) -> Any:
 _EVAL: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("Identity", "StopGradient", "Cast"), lambda node, x: x),
     "StridedSlice": _strided,
-    "Slice": lambda node, x, b, n: _line(x)[int(b[0]) : None if n[0] == -1 else int(b[0] + n[0])],
+    "Slice": lambda node, x, b, n: x[
+        tuple(slice(i, None if k == -1 else i + k) for i, k in np.stack([b, n], 1).astype(int))
+    ],
+    "Transpose": lambda node, x, order: x.transpose(order.astype(int)),
     "Pack": lambda node, *xs: np.stack(xs, node.attr("axis")),
     "ConcatV2": lambda node, *xs: np.concatenate(xs[:-1], int(xs[-1])),
     "Prod": lambda node, x, axes: (

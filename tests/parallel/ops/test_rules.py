@@ -207,11 +207,18 @@ def layouts(x, i, table):
         tf.math.real(tf.complex(x, x)), tf.math.imag(tf.complex(x, -x)),
         tf.bitcast(x, tf.int32), raw.CheckNumerics(tensor=x, message=""), tf.cast(x * 9, tf.int32),
         tf.squeeze(tf.expand_dims(whole, 0) * 2, 0),
+        tf.linalg.solve(x[:, :, :4] + 4 * tf.eye(4), x),
+        tf.scatter_nd(i[:, None] % 3, x, [3, 4, 6]), raw.DenseBincount(
+            input=tf.stack([i, i + 1], 1), size=7, weights=tf.zeros([0]), binary_output=False
+        ),
     ]  # fmt: skip
     with tf.GradientTape() as tape:
         tape.watch(x)
         mirrored = tf.pad(x, [[0, 0], [1, 1], [0, 0]], "REFLECT")
         total = tf.reduce_sum(x[:, 1:3, ::2] ** 2) + tf.reduce_sum(mirrored**2)
+        total += tf.reduce_sum(tf.pad(x, [[0, 0], [1, 1], [0, 0]], constant_values=2.0) ** 2)
+        total += tf.reduce_sum(tf.gather(x, [3, 0, 3], axis=1) ** 2)
+        total += tf.reduce_sum(tf.repeat(x, 2, axis=1) ** 2)
     return [*found, tape.gradient(total, x)]
 
 
