@@ -6,18 +6,23 @@ Nothing outside is touched or configured, and all is gone when the process that 
 however it ends: namespaces have no names here and live as long as their processes.
 
     with Hosts(3) as hosts:
-        hosts.throttle(megabits=100)
+        hosts.throttle(megabits=100, delay=0.025)
         done = hosts[0].run(["ssh", "server2", "hostname"])
 """
 
 from __future__ import annotations
 
 import contextlib
+import heapq
+import itertools
 import os
 import pathlib
+import select
 import shutil
 import signal
+import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -30,6 +35,11 @@ from tests.harness.launcher import send_signal
 LIMIT = 60
 
 NETWORK = "10.77.0"
+
+# Seconds that a frame may wait for those before it until it is dropped.
+QUEUE = 0.4
+# Of Linux's if_packet.h; the header says which checksums and segments are still to be made.
+_SOL_PACKET, _PACKET_VNET_HDR, _HEADER = 263, 15, 10
 
 _TOOLS = {
     "ip": "iproute2",
@@ -130,6 +140,39 @@ def lives(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def carry(cards: Mapping[str, str], megabits: float, delay: float) -> None:
+    """Carry frames between ports of the switch, for ever, in place of its bridge.
+
+    As `Host.throttle`, but without netem, which few kernels have: a frame that a host has sent, at
+    so many Mbit/s, arrives `delay` seconds later. `cards` are the hosts' addresses, by port.
+    """
+    owners: dict[socket.socket, bytes] = {}
+    for port, card in cards.items():
+        one = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))  # all protocols
+        one.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
+        one.setsockopt(socket.SOL_SOCKET, 33, 1 << 23)  # SO_RCVBUFFORCE, in bytes
+        one.bind((port, 0))
+        owners[one] = bytes.fromhex(card.replace(":", ""))
+    idle = dict.fromkeys(owners, 0.0)  # when a port has sent all that waits
+    order, frames = itertools.count(), []  # by due time
+    print("ready", flush=True)
+    while True:
+        wait = max(0.0, frames[0][0] - time.monotonic()) if frames else None
+        for one in select.select(list(owners), (), (), wait)[0]:
+            frame, (_, _, kind, *_) = one.recvfrom(1 << 17)
+            now = time.monotonic()
+            if kind != socket.PACKET_OUTGOING and idle[one] - now < QUEUE:
+                seconds = (len(frame) - _HEADER) * 8e-6 / megabits
+                idle[one] = max(now, idle[one]) + seconds
+                heapq.heappush(frames, (idle[one] + delay, next(order), frame, one))
+        while frames and frames[0][0] <= time.monotonic():
+            _, _, frame, source = heapq.heappop(frames)
+            to = frame[_HEADER : _HEADER + 6]
+            for one, card in owners.items():
+                if one is not source and (to == card or to[0] & 1):  # 1: to all
+                    one.send(frame)
 
 
 class Host:
@@ -296,7 +339,7 @@ class Host:
         if megabits is None:
             self._administer("tc", "qdisc", "replace", "dev", "eth0", "root", "pfifo")
         else:
-            limit = ["rate", f"{megabits}mbit", "burst", "256kb", "latency", "400ms"]
+            limit = ["rate", f"{megabits}mbit", "burst", "256kb", "latency", f"{QUEUE}s"]
             self._administer("tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *limit)
 
     def crash(self) -> None:
@@ -328,6 +371,7 @@ class Hosts(Sequence[Host]):
     def __init__(self, count: int, names: Sequence[str] = ()) -> None:
         self._names = names or [f"server{number}" for number in range(1, count + 1)]
         self._hosts: list[Host] = []
+        self._carrier: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Hosts:
         self._folder = pathlib.Path(tempfile.mkdtemp(prefix="hosts-"))
@@ -340,9 +384,9 @@ class Hosts(Sequence[Host]):
                 preexec_fn=lambda: die_with_parent(maker),
             )
             switch = _first_child(self._switch)
-            inside = ("nsenter", "--net", "--target", str(switch))
-            _do(*inside, "ip", "link", "add", "switch", "type", "bridge")
-            _do(*inside, "ip", "link", "set", "switch", "up")
+            self._inside = ("nsenter", "--net", "--target", str(switch))
+            _do(*self._inside, "ip", "link", "add", "switch", "type", "bridge")
+            _do(*self._inside, "ip", "link", "set", "switch", "up")
             for number, name in enumerate(self._names, 1):
                 self._hosts.append(Host(number, name, self._folder, switch))
         except BaseException:
@@ -354,9 +398,9 @@ class Hosts(Sequence[Host]):
         for host in self._hosts:
             host._end()
         self._hosts.clear()
-        if self._switch is not None:
-            self._switch.kill()
-            self._switch.wait(timeout=LIMIT)
+        for process in filter(None, (self._carrier, self._switch)):
+            process.kill()
+            process.wait(timeout=LIMIT)
         shutil.rmtree(self._folder)
 
     def _configure(self) -> None:
@@ -387,10 +431,30 @@ class Hosts(Sequence[Host]):
     def __len__(self) -> int:
         return len(self._hosts)
 
-    def throttle(self, megabits: float | None) -> None:
-        """Limit what each host sends; None ends it."""
+    def throttle(self, megabits: float | None, delay: float = 0.0) -> None:
+        """Limit what each host sends; None ends it.
+
+        With a delay, in seconds, `carry` limits it: hosts cannot be unplugged or crash then.
+        """
+        if self._carrier is not None:
+            self._carrier.kill()
+            self._carrier.wait(timeout=LIMIT)
+            self._carrier = None
         for host in self._hosts:
-            host.throttle(megabits)
+            host.throttle(None if delay else megabits)
+            host._port_do("ip", "link", "set", host._port, *(["nomaster"] if delay else ["master", "switch"]))
+        if delay:
+            cards = {host._port: host.card for host in self._hosts}
+            call = f"from {__name__} import carry; carry({cards!r}, {megabits!r}, {delay!r})"
+            maker = os.getpid()
+            self._carrier = subprocess.Popen(
+                [*self._inside, sys.executable, "-c", call],
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=pathlib.Path(__file__).parents[2],
+                preexec_fn=lambda: die_with_parent(maker),
+            )
+            assert self._carrier.stdout and self._carrier.stdout.readline(), "nobody carries frames"
 
     def introduce(self) -> None:
         """Tell each host the others' Ethernet addresses, for ever.
