@@ -4,9 +4,10 @@
     python benchmarks/slow_network.py --seeds 1   # quicker
 
 The hosts are namespaces of this machine (tests/harness/hosts.py; needs root), each sends at most
-20 Mbit/s, and, where the kernel has netem, an answer takes 50 ms. Ranks that average gradients in
-each step need hours for that, so their steps are counted without the limit, which changes no bit,
-and the time of a step is measured with it. With rounds everything is measured with it.
+20 Mbit/s, and an answer takes 50 ms. Ranks that average gradients in each step need hours for that,
+so their steps are counted without the limit, which changes no bit, and the time of a step is
+measured with it. With rounds everything is measured with it: of the whole model (DiLoCo), and of
+fragments (streaming DiLoCo). The model is tested after each second round, when weights are common.
 """
 
 import argparse
@@ -19,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-HOSTS, MEGABITS, DELAY = 3, 20, "25ms"  # of each direction
-BATCH, CHUNK = 8, 50  # rows of a rank; steps between evaluations
+HOSTS, MEGABITS, DELAY = 3, 20, 0.025  # seconds, of each direction
+BATCH, CHUNK = 8, 50  # rows of a rank; steps between tests, or between two fragments
 LIMIT = 900  # seconds for a job
 
 # Until which accuracy or loss; the most steps; the learning rates of a rank, and of all together.
@@ -29,6 +30,8 @@ TASKS = {
     "language model": {"metric": "loss", "goal": 2.1, "steps": 4000, "rates": [1e-3, 2e-3]},
 }
 EVERY = 250
+# The updates of a round, 0: without rounds; fragments; which learning rate.
+KINDS = {"each": (0, 1, 1), "rounds": (EVERY, 1, 0), "fragments": (EVERY, EVERY // CHUNK, 0)}
 
 
 def digits(keras: Any, np: Any) -> tuple[Any, Any, Any]:
@@ -62,21 +65,20 @@ def language(keras: Any, np: Any) -> tuple[Any, Any, Any]:
     rows = np.lib.stride_tricks.sliding_window_view(codes.astype("int32"), 25)
     last = len(rows) * 9 // 10
     layers = keras.layers
-    model = keras.Sequential(
-        [
-            keras.Input((24,), dtype="int32"),
-            layers.Embedding(len(known), 32),
-            layers.Flatten(),
-            layers.Dense(512, activation="relu"),
-            layers.Dense(len(known)),
-        ]
-    )
+    characters = keras.Input((24,), dtype="int32")
+    x = layers.Flatten()(layers.Embedding(len(known), 16)(characters))
+    x = layers.Dense(256, activation="relu")(x)
+    for _ in range(3):
+        x += layers.Dense(256, activation="relu")(x)
+    model = keras.Model(characters, layers.Dense(len(known))(x))
     train, test = rows[:last:3], rows[last:][:: (len(rows) - last) // 4000]
     return model, (train[:, :-1], train[:, -1]), (test[:, :-1], test[:, -1])
 
 
-def rank(task: str, every: int, steps: int, seed: int, goal: float, rate: float) -> None:
+def rank(task: str, kind: str, steps: int, seed: int) -> None:
     """Train on one rank; rank 0 prints after how many steps, seconds and bytes the goal is met."""
+    (every, fragments, which), how = KINDS[kind], TASKS[task]
+    goal = how["goal"]
     import keras
     import numpy as np
 
@@ -85,12 +87,12 @@ def rank(task: str, every: int, steps: int, seed: int, goal: float, rate: float)
     hvd.init()
     keras.utils.set_random_seed(seed)
     model, train, test = (digits if "digits" in task else language)(keras, np)
-    optimizer: Any = keras.optimizers.Adam(rate)
+    optimizer: Any = keras.optimizers.Adam(how["rates"][which])
     outer = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
-    how = {"sync_every": every, "outer_optimizer": outer} if every else {}
+    options = {"sync_every": every, "outer_optimizer": outer, "fragments": fragments}
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(
-        hvd.DistributedOptimizer(optimizer, **how),
+        hvd.DistributedOptimizer(optimizer, **(options if every else {})),
         loss,
         metrics=["accuracy"],
         steps_per_execution=5,
@@ -105,7 +107,11 @@ def rank(task: str, every: int, steps: int, seed: int, goal: float, rate: float)
         def __init__(self) -> None:
             super().__init__()
             self.steps, self.seconds, self.since, self.bytes = 0, 0.0, None, 0
+            self.most, self.last = 0, 0  # bytes of CHUNK steps of an epoch, which do not end it
             self.curve: list[Any] = []
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.last = sent()
 
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
             self.since = self.since and time.perf_counter()
@@ -114,6 +120,10 @@ def rank(task: str, every: int, steps: int, seed: int, goal: float, rate: float)
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             self.steps += 5
             self.bytes += sent() - self.before
+            if (batch + 1) % CHUNK == 0:
+                if batch + 1 < chunk:
+                    self.most = max(self.most, sent() - self.last)
+                self.last = sent()
             if self.since is not None:
                 self.seconds += time.perf_counter() - self.since
             self.since = time.perf_counter()
@@ -123,13 +133,13 @@ def rank(task: str, every: int, steps: int, seed: int, goal: float, rate: float)
                 zip(("loss", "accuracy"), model.evaluate(*test, 500, verbose=0), strict=True)
             )
             self.curve.append(
-                [self.steps, self.seconds, self.bytes, value["loss"], value["accuracy"]]
+                [self.steps, self.seconds, self.bytes, self.most, value["loss"], value["accuracy"]]
             )
             reached = value["accuracy"] >= goal if goal < 1 else value["loss"] <= goal
             model.stop_training |= reached
 
     watch = Watch()
-    chunk = every or CHUNK
+    chunk = 2 * every or CHUNK
     data = hvd.data.shard(train, batch_size=BATCH, seed=seed).repeat()
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), watch]
     epochs = max(1, steps // chunk)
@@ -151,39 +161,26 @@ def job(hosts: Any, *options: object) -> dict[str, Any]:
     return found
 
 
-def limit(hosts: Any) -> bool:
-    """Slow the hosts' network down; return whether it has the delay, too."""
-    try:
-        for host in hosts:
-            kind = ["netem", "rate", f"{MEGABITS}mbit", "delay", DELAY]
-            host._administer("tc", "qdisc", "replace", "dev", "eth0", "root", *kind)
-    except RuntimeError:
-        hosts.throttle(MEGABITS)
-        return False
-    return True
-
-
 def measure(hosts: Any, task: str, seed: int) -> dict[str, Any]:
-    """Train one task both ways; return steps, seconds, bytes, and the last loss and accuracy."""
-    how = TASKS[task]
-    alone, together = how["rates"]
-    hosts.throttle(None)
-    *_, each = job(hosts, task, 0, how["steps"], seed, how["goal"], together)["curve"]
-    has_delay = limit(hosts)
-    *_, slow = job(hosts, task, 0, CHUNK, seed, how["goal"], together)["curve"]
-    *_, rounds = job(hosts, task, EVERY, how["steps"], seed, how["goal"], alone)["curve"]
-    each[1] = slow[1] / (slow[0] - 5) * each[0]
-    return {"task": task, "seed": seed, "delay": has_delay, "each": each, "rounds": rounds}
+    """Train one task in each way; return steps, seconds, bytes, and the last loss and accuracy."""
+    found: dict[str, Any] = {"task": task, "seed": seed}
+    for kind in KINDS:
+        hosts.throttle(*((None,) if kind == "each" else (MEGABITS, DELAY)))
+        found[kind] = job(hosts, task, kind, TASKS[task]["steps"], seed)["curve"][-1]
+    *_, slow = job(hosts, task, "each", CHUNK, seed)["curve"]
+    found["each"][1] = slow[1] / (slow[0] - 5) * found["each"][0]
+    found["each"][3] = found["each"][2] / found["each"][0] * CHUNK
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rank", nargs=6, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        task, *numbers, goal, rate = options.rank
-        rank(task, *map(int, numbers), float(goal), float(rate))
+        task, kind, *numbers = options.rank
+        rank(task, kind, *map(int, numbers))
         return
     sys.path.insert(0, str(HERE.parent))
     from tests.harness.hosts import Hosts, missing
@@ -196,17 +193,18 @@ def main() -> None:
             for seed in range(options.seeds):
                 found.append(measure(hosts, task, seed))
                 print(json.dumps(found[-1]), flush=True)
-    if not found[0]["delay"]:
-        print("This kernel has no netem: packets had no delay, so each step was cheaper.")
-    print("| until | gradients in each step | rounds | over |\n|---|---|---|---|")
+    print("| until | gradients in each step | rounds | fragments | over |\n|---|---|---|---|---|")
     for task, how in TASKS.items():
         own = [one for one in found if one["task"] == task]
-        for i, unit in enumerate(("steps", "seconds", "MB sent by a rank")):
+        for i, unit in enumerate(("steps", "seconds", "MB", f"MB in {CHUNK} steps")):
             scale = 1e6 if unit.startswith("MB") else 1
-            each, rounds = ([one[kind][i] / scale for one in own] for kind in ("each", "rounds"))
-            over = statistics.median(a / b for a, b in zip(each, rounds, strict=True))
-            middle = " | ".join(f"{statistics.median(side):.4g}" for side in (each, rounds))
-            print(f"| {task}, {how['metric']} {how['goal']}: {unit} | {middle} | {over:.3g} |")
+            sides = [[one[kind][i] / scale for one in own] for kind in KINDS]
+            middle = " | ".join(f"{statistics.median(side):.4g}" for side in sides)
+            over = ", ".join(
+                f"{statistics.median(a / b for a, b in zip(sides[0], side, strict=True)):.3g}"
+                for side in sides[1:]
+            )
+            print(f"| {task}, {how['metric']} {how['goal']}: {unit} | {middle} | {over} |")
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     sync_every: int | None = None,
     outer_optimizer: keras.optimizers.Optimizer | None = None,
     inner_process_set: ProcessSet | str | None = None,
+    fragments: int = 1,
 ) -> keras.optimizers.Optimizer:
     """Make a Keras optimizer apply the gradients of all ranks.
 
@@ -87,6 +88,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             ``hvd.callbacks.Checkpoint`` saves its state.
         inner_process_set: with ``sync_every``, ranks that average their gradients in each step:
             "host", or the set that this rank is in. Each rank of ``process_set`` is in one.
+        fragments: with ``sync_every``, sync as many parts of the weights in turn, each during the
+            ``sync_every / fragments`` updates that follow (streaming DiLoCo). Their differences may
+            travel with ``hvd.Compression.int8``: what rounding loses is sent later.
 
     Returns:
         The same optimizer.
@@ -111,12 +115,16 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         )
     is_v1 = isinstance(optimizer, tf.compat.v1.train.Optimizer)
     inner = process_set
-    if sync_every is not None or outer_optimizer is not None or inner_process_set is not None:
+    in_rounds = sync_every, outer_optimizer, inner_process_set
+    if any(given is not None for given in in_rounds) or fragments != 1:
         _check_rounds(optimizer, sync_every, outer_optimizer, op, compression, shard_state)
+        _check_fragments(sync_every, fragments, outer_optimizer, compression, process_set.size())
         inner = _inner_set(inner_process_set, process_set)
+    # In rounds, int8 is for their differences alone.
+    is_int8 = fragments != 1 and compression is Compression.int8
     options = agreement.ExchangeOptions(
         op=op,
-        compression=compression,
+        compression=Compression.none if is_int8 else compression,
         sparse_as_dense=sparse_as_dense,
         device_dense=device_dense,
         device_sparse=device_sparse,
@@ -154,10 +162,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         name = name or specs.next_name(process_set)
         own = kind(target, optimizer, name, options, chosen, local_sum)
         if sync_every is not None and inner.size() < process_set.size():
-            wire = wire_dtype(compression).name  # type: ignore[union-attr]
-            own.rounds = rounds.Rounds(
-                target, name, sync_every, outer_optimizer, process_set, inner_process_set, wire
-            )
+            wire = "int8" if is_int8 else wire_dtype(compression).name  # type: ignore[union-attr]
+            how = outer_optimizer, process_set, inner_process_set, wire, fragments
+            own.rounds = rounds.Rounds(target, name, sync_every, *how)
     return optimizer
 
 
@@ -248,8 +255,8 @@ def _check_rounds(
         reason = f"got op={op}, but the ranks' weights are averaged. Use hvd.Average"
     elif shard_state:
         reason = "shard_state=True exchanges weights in each step. Leave one of both out"
-    elif wire_dtype(compression) is None:
-        reason = "compression must be hvd.Compression.none, .fp16 or .bf16"
+    elif wire_dtype(compression) is None and compression is not Compression.int8:
+        reason = "compression must be hvd.Compression.none, .fp16, .bf16 or .int8"
     elif outer is not None and not isinstance(outer, keras.optimizers.Optimizer):
         reason = f"outer_optimizer is {outer!r}, expected a keras.optimizers.Optimizer"
     elif outer is not None and (outer.built or is_distributed(outer) or outer is optimizer):
@@ -257,6 +264,19 @@ def _check_rounds(
     if reason:
         raise ValueError(f"hvd.DistributedOptimizer: sync_every: {reason}.")
     rounds.check_suitable(innermost(optimizer))
+
+
+def _check_fragments(every: int, fragments: Any, outer: Any, compression: Any, ranks: int) -> None:
+    """Raise ValueError if an optimizer cannot sync fragments."""
+    reason = None
+    if not isinstance(fragments, int) or fragments < 1 or every % fragments:
+        reason = f"got {fragments!r}, expected a number that divides sync_every={every}"
+    elif fragments > 1 and getattr(outer, "gradient_accumulation_steps", None):
+        reason = "outer_optimizer accumulates gradients. Leave gradient_accumulation_steps out"
+    elif compression is Compression.int8 and (fragments == 1 or ranks > 42):
+        reason = f"int8 needs 2 fragments or more, and 42 ranks at most; there are {ranks}. Use bf16"
+    if reason:
+        raise ValueError(f"hvd.DistributedOptimizer: fragments: {reason}.")
 
 
 def _inner_set(inner: Any, process_set: ProcessSet) -> ProcessSet:

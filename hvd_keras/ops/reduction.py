@@ -77,6 +77,15 @@ class _BF16Compressor(_Rounding):
     wire = tf.bfloat16
 
 
+class _Int8Compressor(Compressor):
+    @staticmethod
+    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        raise ValueError(
+            "hvd.Compression.int8 is for DistributedOptimizer with sync_every and fragments, where "
+            "what rounding loses is sent later. Use hvd.Compression.bf16."
+        )
+
+
 class Compression:
     """The choices for the argument ``compression``.
 
@@ -84,6 +93,7 @@ class Compression:
     - ``fp16``: sent as float16, with 11 significant bits and a range from 6e-8 to 65504. Larger
       gradients become infinite, on all ranks.
     - ``bf16``: sent as bfloat16, with 8 significant bits and float32's range.
+    - ``int8``: with ``sync_every`` and ``fragments`` only, see ``DistributedOptimizer``.
 
     float16, bfloat16 and integers are sent unchanged. Sums are computed in float32; on GPUs, in
     the dtype that is sent.
@@ -99,6 +109,7 @@ class Compression:
     none = _NoneCompressor
     fp16 = _FP16Compressor
     bf16 = _BF16Compressor
+    int8 = _Int8Compressor
 
 
 def wire_dtype(compression: type[Compressor]) -> tf.DType | None:

@@ -169,15 +169,27 @@ def run(
 ) -> list[np.ndarray[Any, Any]]:
     """Run a collective of arrays; also while a framework traces a function.
 
+    As ``begin``, whose result it calls.
+    """
+    return begin(kind, arrays, **call)()
+
+
+# Requests that nobody has waited for: their memory stays, even if their owner gives them up.
+_begun: set[Request] = set()
+
+
+def begin(
+    kind: str, arrays: Sequence[np.ndarray[Any, Any]], **call: Any
+) -> Callable[[], list[np.ndarray[Any, Any]]]:
+    """Begin a collective of arrays, which nothing may change until it has ended.
+
     Args:
         kind, call: as for ``Request``.
         arrays: of dtypes that the core knows. For alltoall a tensor and its splits (int64).
 
     Returns:
-        The results, new arrays; for alltoall the rows, and their number from each rank.
-
-    Raises:
-        As ``Request.wait``.
+        What waits for the results and returns them, new arrays; for alltoall the rows, and their
+        number from each rank. Raises as ``Request.wait``.
     """
     mine = [np.ascontiguousarray(array).reshape(array.shape) for array in arrays]
     keeps_shape = kind in ("allreduce", "broadcast")
@@ -185,11 +197,18 @@ def run(
     inputs = [Memory.at(array.ctypes.data, array.dtype.name, array.shape) for array in mine]
     outputs = [array.ctypes.data for array in results] or None
     request = Request(kind, inputs, outputs, (mine, results), **call)
-    request.wait()
-    if not keeps_shape:
-        results = [request.result(i, array.dtype) for i, array in enumerate(mine)]
-    request.release()
-    return results
+    _begun.add(request)
+
+    def finish() -> list[np.ndarray[Any, Any]]:
+        _begun.discard(request)
+        request.wait()
+        found = results
+        if not keeps_shape:
+            found = [request.result(i, array.dtype) for i, array in enumerate(mine)]
+        request.release()
+        return found
+
+    return finish
 
 
 # The types that an error keeps on ranks that do not have it themselves.

@@ -5,16 +5,22 @@ common. The mean of the ranks' differences from these is the gradient with which
 makes the next common weights (DiLoCo; Douillard et al., 2023, https://arxiv.org/abs/2311.08105).
 Without one, these are the mean of the ranks' weights (LocalSGD; Stich, 2018,
 https://arxiv.org/abs/1805.09767).
+
+Fragments of the weights can have rounds of their own, one after the other (streaming DiLoCo;
+Douillard et al., 2025, https://arxiv.org/abs/2501.18512). The differences of one travel until it is
+the next one's turn. Then a rank adds what it has learnt meanwhile to the next common weights, and
+what rounding has kept from travelling, which so belongs to its next difference.
 """
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hvd_keras.gradients import missing_calls, model_ranks, shards, specs
 from hvd_keras.runtime import agree
-from hvd_keras.runtime.keras import innermost, keras
+from hvd_keras.runtime.keras import innermost, keras, snapshot
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.training import fit_state, variables
 
@@ -45,7 +51,8 @@ class Rounds:
         outer: the optimizer of the common weights, not built yet; None: their mean.
         process_set: the ranks that train the model.
         inner: which of them average gradients in each step; None: no others.
-        wire: the widest floating-point dtype that is sent.
+        wire: the widest floating-point dtype that is sent, or int8.
+        fragments: how many of the weights are synced in turn.
     """
 
     def __init__(
@@ -57,16 +64,20 @@ class Rounds:
         process_set: ProcessSet,
         inner: Any,
         wire: str,
+        fragments: int,
     ) -> None:
         self.optimizer, self.name, self.process_set = optimizer, name, process_set
-        #: Each of them takes as many batches as the optimizer accumulates.
-        self.batches = every * (optimizer.gradient_accumulation_steps or 1)
+        self.fragments = fragments
+        #: Between syncs. Each update takes as many batches as the optimizer accumulates.
+        self.batches = every // fragments * (optimizer.gradient_accumulation_steps or 1)
         self.outer = keras.optimizers.SGD(1.0) if outer is None else outer
         missing_calls.mark_alone(self.outer)  # all ranks have its gradients
         self.weights: list[Any] = []
         self.common: list[Any] = []  # what they were when the round began
+        self.sent: list[Any] = []  # this rank's differences of the fragment in flight
         self.alone = inner is None  # each rank trains alone within a round
         self._wire = wire
+        self._finish: Callable[[], Any] | None = None  # waits for what is in flight
 
     def check_step(self, gradients: Sequence[Any]) -> None:
         """Raise if nothing would average the weights that a step is about to change."""
@@ -87,14 +98,14 @@ class Rounds:
             )
 
     def variables(self) -> list[Any]:
-        """Return the common weights and the state of the outer optimizer.
+        """Return the common weights, the state of the outer optimizer, and what is in flight.
 
         Raises:
             ValueError: the optimizer has no variables yet, or trains a divided table.
         """
         if not self.common:
             self._build()
-        return [*self.common, *self.outer.variables]
+        return [*self.common, *self.outer.variables, self._flight]
 
     def _build(self) -> None:
         optimizer = self.optimizer
@@ -115,50 +126,120 @@ class Rounds:
             for variable in model_ranks.without_local(optimizer._trainable_variables)
             if not getattr(variable, "overwrite_with_gradient", False)
         ]
-        self.common = [
+        self.common = self._alike("common", np.asarray)
+        self.outer.build(self.common)
+        self._flight = keras.Variable(-1, trainable=False, dtype="int32", name="fragment_in_flight")
+        self.sent = self._alike("sent", np.zeros_like) if self.fragments > 1 else []
+        # The fragments have equal bytes, as far as whole variables allow.
+        sizes = np.array([specs.spec_of(weight).bytes for weight in self.weights])
+        shares = np.arange(self.fragments + 1) * sizes.sum() / self.fragments
+        edges = np.searchsorted(sizes.cumsum() - sizes / 2, shares)
+        self._parts = list(itertools.starmap(slice, itertools.pairwise(edges.tolist())))
+
+    def _alike(self, name: str, of: Callable[[Any], Any]) -> list[Any]:
+        return [
             keras.Variable(
-                np.asarray(weight),
+                of(np.asarray(weight)),
                 trainable=False,
                 dtype=weight.dtype,
-                name=f"common_{weight.path.replace('/', '_')}",
+                name=f"{name}_{weight.path.replace('/', '_')}",
             )
             for weight in self.weights
         ]
-        self.outer.build(self.common)
 
     def described(self) -> dict[str, str]:
         """Describe what must be equal on all ranks."""
         found = specs.describe_optimizer(self.outer)
         found = {f"outer {key}": value for key, value in found.items()}
         rate = float(self.outer.learning_rate)
-        return {"batches of a round": str(self.batches), "outer rate": str(rate), **found}
+        how = {"batches of a round": str(self.batches), "fragments": str(self.fragments)}
+        return {**how, "wire": self._wire, "outer rate": str(rate), **found}
 
-    def begin(self) -> None:
-        """Take the weights, which are equal on all ranks now, for common ones."""
-        for common, weight in zip(self.common, self.weights, strict=True):
-            common.assign(weight)
+    def begin(self, is_restored: bool) -> None:
+        """Take the weights, equal on all ranks now, for common ones, if no round is restored."""
+        if self._finish is not None:  # a fit was interrupted
+            self._finish()
+            self._finish = None
+        if not is_restored:
+            self._flight.assign(-1)
+            for common, weight in zip(self.common, self.weights, strict=True):
+                common.assign(weight)
 
-    def end(self) -> None:
-        """Give all ranks the next common weights."""
-        common, means = iter(self.common), []
-        for number, bucket in enumerate(specs.in_buckets(self.weights)):  # which keep their order
-            mine = [np.asarray(next(common)) - np.asarray(weight) for weight in bucket]
-            means += mean(mine, f"{self.name} weights {number}", self.process_set, self._wire)
+    def end(self, everything: bool) -> None:
+        """Give all ranks the next common weights; or end one fragment's flight, and send another.
+
+        Without ``everything``, the weights themselves differ by rank.
+        """
+        if int(self._flight) >= 0:
+            self._land()
+        number = -1 if everything else (int(self._flight) + 1) % self.fragments
+        self._flight.assign(number)
+        part = slice(None) if everything else self._parts[number]
+        pairs = zip(self.common[part], self.weights[part], strict=True)
+        moved = [np.asarray(common) - np.asarray(weight) for common, weight in pairs]
+        if not everything:
+            for variable, value in zip(self.sent[part], moved, strict=True):
+                variable.assign(value)
+            self._finish = self._send()
+            return
+        wire = "float64" if self._wire == "int8" else self._wire
+        means = exchange(moved, f"{self.name} weights", self.process_set, wire=wire)()
         self.outer.apply(list(map(keras.ops.convert_to_tensor, means)))
         for weight, value in zip(self.weights, self.common, strict=True):
             weight.assign(value)
 
+    def _send(self) -> Callable[[], Any]:
+        """Begin to send a fragment; what returns waits for this rank's as sent, and their mean."""
+        moved = list(map(snapshot, self.sent[self._parts[int(self._flight)]]))
+        name, ranks = f"{self.name} fragment {int(self._flight)}", self.process_set
+        if self._wire != "int8":
+            wire = agree.numpy_dtype(self._wire)
+            sent = [a.astype(wire).astype(a.dtype) if a.itemsize > wire.itemsize else a for a in moved]
+            finish = exchange(sent, name, ranks, wire=self._wire)
+            return lambda: (sent, finish())
+        # Their sum fits into int8. What is infinite or no number makes all of a variable NaN.
+        levels, most = 127 // ranks.size(), [np.abs(a).max(initial=0) for a in moved]
+        most = np.nan_to_num(np.array(most, "float32"), nan=np.inf, posinf=np.inf)
+        (largest,) = exchange([most], f"{name}, largest", ranks, "Max")()
+        steps = np.where(largest > 0, largest / np.float32(levels), np.float32(1))
+        with np.errstate(invalid="ignore"):
+            codes = [np.rint(a / step).astype("int8") for a, step in zip(moved, steps, strict=True)]
+            sent = [code * step for code, step in zip(codes, steps, strict=True)]
+        finish = exchange(codes, name, ranks, "Sum")
+        return lambda: (sent, [s * step / ranks.size() for s, step in zip(finish(), steps, strict=True)])
 
-def mean(arrays: list[Any], name: str, process_set: ProcessSet, wire: str = "float64") -> list[Any]:
-    """Return the mean of each array over the ranks."""
-    call = {"reduction": "Average", "wire": wire, "process_set": process_set.id()}
-    return agree.run("allreduce", arrays, name=name, **call)
+    def _land(self) -> None:
+        """Add what this rank has learnt since the fragment was sent to its next common weights."""
+        part = self._parts[int(self._flight)]
+        sent, means = (self._finish or self._send())()  # after a restart, it is sent again
+        self._finish = None
+        common, steps = self.common[part], int(self.outer.iterations)
+        before = list(map(snapshot, common))
+        self.outer.apply(list(map(keras.ops.convert_to_tensor, means)), common)
+        # The outer optimizer counts rounds, not fragments.
+        self.outer.iterations.assign(steps + (part is self._parts[-1]))
+        own = zip(self.weights[part], common, before, sent, self.sent[part], strict=True)
+        for weight, after, old, mine, variable in own:
+            weight.assign_add(np.asarray(after) - old + mine)
+            variable.assign(np.zeros_like(mine))
+
+
+def exchange(
+    arrays: list[Any], name: str, ranks: ProcessSet, reduction: str = "Average", **call: Any
+) -> Callable[[], list[Any]]:
+    """Begin to reduce each array over the ranks; what returns waits for the results."""
+    call |= {"reduction": reduction, "process_set": ranks.id()}
+    begun = [
+        agree.begin("allreduce", bucket, name=f"{name} {number}", **call)
+        for number, bucket in enumerate(specs.in_buckets(arrays))  # which keep their order
+    ]
+    return lambda: [result for finish in begun for result in finish()]
 
 
 class Sync(keras.callbacks.Callback):  # type: ignore[misc]
     """Ends the rounds of a model in ``fit``, before all other callbacks see its weights.
 
-    The last round of an epoch ends with it. All ranks come here for each round; one whose callback
+    The last rounds of an epoch end with it. All ranks come here for each sync; one whose callback
     has stopped it, such as TerminateOnNaN, then lets the others stop.
     """
 
@@ -168,7 +249,7 @@ class Sync(keras.callbacks.Callback):  # type: ignore[misc]
         super().__init__()
         self._fit, self._process_set = fit, fit.process_set
         self._rounds = model_ranks.rounds_of(fit.model)
-        self._every = self._rounds[0].batches
+        self._every, self._fragments = self._rounds[0].batches, self._rounds[0].fragments
         self._batches = 0  # of this epoch
         self._ended = True  # the rounds of this epoch
         self._first = True  # of the epochs
@@ -182,16 +263,16 @@ class Sync(keras.callbacks.Callback):  # type: ignore[misc]
                     f"sync_every: the layer {layer.name!r} has synchronized=True, for which the "
                     "ranks exchange moments in each step. Leave one of both out."
                 )
-        if {rounds.batches for rounds in self._rounds} != {self._every} or len(self._rounds) < len(
-            model_ranks.reducers_of(model)
-        ):
+        kinds = {(rounds.batches, rounds.fragments) for rounds in self._rounds}
+        if len(kinds) > 1 or len(self._rounds) < len(model_ranks.reducers_of(model)):
             raise ValueError(
-                "sync_every: the optimizers of one model need the same sync_every and accumulation."
+                "sync_every: the optimizers of one model need the same sync_every, fragments and "
+                "accumulation."
             )
         if self._every % at_once:
             raise ValueError(
-                f"sync_every: a round has {self._every} batches, expected a multiple of "
-                f"steps_per_execution={at_once}."
+                f"sync_every: a sync follows {self._every} batches after another, expected a "
+                f"multiple of steps_per_execution={at_once}."
             )
         described = {
             f"{i + 1}. {key}": value
@@ -206,8 +287,7 @@ class Sync(keras.callbacks.Callback):  # type: ignore[misc]
             self.check()
         for rounds in self._rounds:
             rounds.variables()
-            if not (self._first and self._fit.restored):
-                rounds.begin()
+            rounds.begin(is_restored=self._first and self._fit.restored)
         self._first = self._ended = False
         self._batches = 0
 
@@ -218,7 +298,7 @@ class Sync(keras.callbacks.Callback):  # type: ignore[misc]
         is_due = self._batches // self._every > before // self._every
         is_last = steps is not None and self._batches >= steps
         if is_due or is_last:
-            self._end_round(is_due, is_last)
+            self._end_round(True, is_last)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._end_epoch()
@@ -228,13 +308,13 @@ class Sync(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _end_epoch(self) -> None:
         if not self._ended:
-            self._end_round(self._batches % self._every > 0, is_last=True)
+            self._end_round(self._fragments > 1 or self._batches % self._every > 0, is_last=True)
 
     def _end_round(self, is_due: bool, is_last: bool) -> None:
         others = list(self._others())
         digests = [agree.digest(np.asarray(variable)) for variable in others]
         stops = bool(self.model.stop_training)
-        mine = [self._batches, is_due or is_last, is_last, stops, digests]
+        mine = [self._batches, is_due, is_last, stops, digests]
         gathered = agree.gather_json("the end of a round", mine, self._process_set)
         batches, due, last, stopped, of_ranks = zip(*gathered, strict=True)
         if len({*zip(batches, last, strict=True)}) > 1 and not any(stopped):
@@ -247,13 +327,14 @@ class Sync(keras.callbacks.Callback):  # type: ignore[misc]
         self.model.stop_training |= any(stopped)
         if not any(due):
             return
+        everything = self._ended or self._fragments == 1
         for rounds in self._rounds:
-            rounds.end()
-        differing = [v for v, *d in zip(others, *of_ranks, strict=True) if len({*d}) > 1]
-        for number, bucket in enumerate(specs.in_buckets(differing)):
-            mine = list(map(np.asarray, bucket))
-            means = mean(mine, f"statistics at the end of a round {number}", self._process_set)
-            for variable, value in zip(bucket, means, strict=True):
+            rounds.end(everything)
+        if everything:
+            differing = [v for v, *d in zip(others, *of_ranks, strict=True) if len({*d}) > 1]
+            mine = list(map(np.asarray, differing))
+            means = exchange(mine, "statistics at the end of a round", self._process_set)()
+            for variable, value in zip(differing, means, strict=True):
                 variable.assign(value)
 
     def _others(self) -> Iterator[Any]:

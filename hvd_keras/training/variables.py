@@ -32,7 +32,7 @@ def training_variables(model: Any) -> list[Any]:
         # variable of Nadam.
         found += [v for v in vars(innermost(optimizer)).values() if isinstance(v, Variable)]
     for rounds in model_ranks.rounds_of(model):
-        found += rounds.variables()
+        found += [*rounds.variables(), *rounds.sent]
     return list({shards.variable_id(v): v for v in found}.values())
 
 

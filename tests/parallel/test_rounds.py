@@ -55,6 +55,58 @@ def state(model: keras.Model) -> list[Any]:
     return [*model.non_trainable_variables, *averages]
 
 
+def halves(weights: list[Any]) -> list[slice]:
+    """Two fragments of as equal bytes as whole variables allow."""
+    sizes = [weight.numpy().nbytes for weight in weights]
+    middle = min(range(len(sizes)), key=lambda i: abs(sum(sizes[:i]) - sum(sizes[i:])))
+    return [slice(0, middle), slice(middle, None)]
+
+
+def by_hand_in_halves(model: keras.Model, every: int, outer: Any) -> np.ndarray:
+    """The same training as a loop, of two fragments."""
+    hvd.broadcast_variables(model.variables, 0)
+    weights = model.trainable_variables
+    parts, of_parts = halves(weights), [outer() if outer else optimizers.SGD(1.0) for _ in "12"]
+    common = [keras.Variable(v) for v in weights]
+
+    def differences(part: slice) -> list[np.ndarray]:
+        pairs = zip(common[part], weights[part], strict=True)
+        return [np.asarray(c) - np.asarray(w) for c, w in pairs]
+
+    def advance(part: slice, own: Any, moved: list[np.ndarray]) -> None:
+        own.apply([hvd.allreduce(tf.constant(m)) for m in moved], common[part])
+
+    with hvd.local_fit():
+        for own, part in zip(of_parts, parts, strict=True):
+            own.build(common[part])
+        for _ in range(EPOCHS):
+            flight: Any = None
+            for step in range(1, STEPS + 1):
+                rows_of_step = slice((step - 1) * BATCH, step * BATCH)
+                model.train_on_batch(*(array[rows_of_step] for array in rows()))
+                if step % (every // 2) and step < STEPS:
+                    continue
+                if flight is not None:
+                    number, moved = flight
+                    old = [np.array(c) for c in common[parts[number]]]
+                    advance(parts[number], of_parts[number], moved)
+                    pairs = zip(common[parts[number]], old, moved, strict=True)
+                    for w, (c, o, m) in zip(weights[parts[number]], pairs, strict=True):
+                        w.assign_add(np.asarray(c) - o + m)
+                number = 0 if flight is None else 1 - flight[0]
+                flight = number, differences(parts[number])
+            everything = [differences(part) for part in parts]
+            for part, own, moved in zip(parts, of_parts, everything, strict=True):
+                advance(part, own, moved)
+            for w, c in zip(weights, common, strict=True):
+                w.assign(c)
+            for v in state(model):
+                if v.dtype.startswith("float"):
+                    v.assign(hvd.allreduce(v.value))
+        model.optimizer.finalize_variable_values(weights)
+    return training.flat(model)
+
+
 def by_hand(model: keras.Model, every: int, outer: Any, everyone: Any = hvd.global_process_set):
     """The same training as a loop. The ranks' steps are local, or those of inner sets."""
     hvd.broadcast_variables(model.variables, everyone.ranks[0], everyone)
@@ -86,8 +138,9 @@ def assert_as_by_hand(make: Callable[[], Any], every: int, outer: Any, **how: An
     start = training.flat(together)
     fit(together)
     training.assert_bit_identical_on_all_ranks(together)
+    loop = by_hand_in_halves if options.get("fragments") == 2 else by_hand
     passes = make().gradient_accumulation_steps or 1
-    alone = by_hand(build(make, run_eagerly=True), every * passes, outer)
+    alone = loop(build(make, run_eagerly=True), every * passes, outer)
     assert np.abs(alone - start).max() > 0.01, "training did nothing"
     np.testing.assert_allclose(training.flat(together), alone, rtol=2e-4, atol=2e-5)
     return together
@@ -108,7 +161,7 @@ def test_rounds_of_one_update_are_the_average_of_gradients(outer) -> None:
         training.assert_bit_identical_on_all_ranks(model)
         return training.flat(model)
 
-    rounds = trained(sync_every=1, outer_optimizer=outer and outer())
+    rounds = trained(sync_every=1, outer_optimizer=outer and outer(), fragments=1)
     np.testing.assert_allclose(rounds, trained(), rtol=1e-5, atol=1e-6)
 
 
@@ -129,6 +182,20 @@ def test_every_option(option: str) -> None:
 def test_graphs_xla_and_several_steps_at_once(outer) -> None:
     for compiled in ({"jit_compile": True}, {"jit_compile": False, "steps_per_execution": 2}):
         assert_as_by_hand(made("Adam"), 4, outer, compiled=compiled)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("outer", [None, nesterov])
+def test_fragments_travel_during_the_updates_that_follow(outer) -> None:
+    for compiled in ({"run_eagerly": True}, {"steps_per_execution": 2}):
+        assert_as_by_hand(made("Adam"), 4, outer, fragments=2, compiled=compiled)
+
+
+@two
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_fragments_with_every_option(option: str) -> None:
+    assert_as_by_hand(made("Adam", **OPTIONS[option]), 4, nesterov, fragments=2)
 
 
 @two
@@ -200,6 +267,108 @@ def test_differences_are_rounded_by_compression() -> None:
     assert 1e-6 < error.max() < 0.02
 
 
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("compression", ["none", "bf16", "int8"])
+def test_fragments_divide_the_bytes_of_a_sync(compression: str) -> None:
+    class Record(keras.callbacks.Callback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sent, self.equal = [], []
+
+        def on_train_batch_begin(self, batch, logs=None) -> None:
+            self.before = hvd.stats()["collectives"]["allreduce"]["bytes"]
+
+        def on_train_batch_end(self, batch, logs=None) -> None:
+            hvd.barrier()  # on the queue behind what is in flight
+            self.sent.append(hvd.stats()["collectives"]["allreduce"]["bytes"] - self.before)
+            theirs = hvd.allgather_object(training.flat(self.model).tobytes())
+            self.equal.append(len({*theirs}) == 1)
+
+    def trained(fragments: int, more: Any = (), **how: Any) -> np.ndarray:
+        equal = [layers.Dense(64, "tanh", use_bias=False) for _ in range(4)]
+        model = keras.Sequential([keras.Input((5,)), layers.Dense(64), *equal, layers.Dense(1)])
+        training.set_weights(model, seed=0)
+        options = {"sync_every": 4, "fragments": fragments, **how}
+        model.compile(hvd.DistributedOptimizer(optimizers.SGD(1e-3), **options), loss="mse")
+        fit(model, *more, epochs=1)
+        training.assert_bit_identical_on_all_ranks(model)
+        return training.flat(model)
+
+    record = Record()
+    how = {"compression": getattr(hvd.Compression, compression)} if compression != "none" else {}
+    weights = trained(4, [record], **how)
+    assert record.equal == [False] * 6 + [True]
+    wide = 4 * weights.size
+    fragment = wide / 4 / {"none": 1, "bf16": 2, "int8": 4}[compression]
+    assert all(0.8 * fragment < sent < 1.2 * fragment + 500 for sent in record.sent[:6]), record.sent
+    exact = trained(4)
+    assert np.abs(weights - exact).max() < 1e-3
+    assert (np.abs(weights - exact).max() > 0) == (compression != "none")
+
+
+@two
+def test_what_rounding_loses_is_sent_later(monkeypatch) -> None:
+    """The mean of the ranks' weights moves as their own updates do."""
+    model = build(
+        lambda: hvd.DistributedOptimizer(
+            optimizers.SGD(0.05), sync_every=4, fragments=2, compression=hvd.Compression.int8
+        )
+    )
+    rounds = model.optimizer._hvd_reducer.rounds
+    lost: list[float] = []
+    land = rounds._land
+
+    def watched() -> None:
+        part = rounds._parts[int(rounds._flight)]
+        before = [hvd.allreduce(w.value) for w in rounds.weights[part]]
+        land()
+        after = [hvd.allreduce(w.value) for w in rounds.weights[part]]
+        lost.extend(float(np.abs(a - b).max()) for a, b in zip(after, before, strict=True))
+
+    monkeypatch.setattr(rounds, "_land", watched)
+    fit(model)
+    assert lost and max(lost) < 1e-6, lost
+
+
+@two
+def test_what_is_no_number_reaches_all_ranks_in_int8() -> None:
+    model = build(
+        lambda: hvd.DistributedOptimizer(
+            optimizers.SGD(0.05), sync_every=2, fragments=2, compression=hvd.Compression.int8
+        )
+    )
+    x, y = rows()
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    model.fit(x, y * (np.nan if RANK else 1), batch_size=BATCH, verbose=0, callbacks=callbacks)
+    assert np.isnan(training.flat(model)).all()
+
+
+def test_what_has_begun_lets_other_requests_pass() -> None:
+    def begin() -> Any:
+        mine = [np.full(1_000_000, 1.0 + RANK, "float32")]
+        return agree.begin("allreduce", mine, name="begun", reduction="Sum")
+
+    finish = begin() if RANK == 0 else None
+    assert agree.gather_json("in between", RANK) == list(range(SIZE))
+    (total,) = (finish or begin())()
+    np.testing.assert_array_equal(total, np.full(1_000_000, sum(range(1, SIZE + 1)), "float32"))
+
+
+@pytest.mark.parametrize("steps", [6, 7])
+def test_an_epoch_of_unknown_length_that_ends_with_a_round_ends_it_once(steps: int) -> None:
+    def trained(known: bool) -> np.ndarray:
+        options = {"sync_every": 3, "outer_optimizer": nesterov()}
+        model = build(lambda: hvd.DistributedOptimizer(optimizers.SGD(0.05), **options))
+        data = tf.data.Dataset.from_tensor_slices(rows(steps=steps)).batch(BATCH)
+        data = data if known else data.filter(lambda x, y: True)
+        callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+        model.fit(data, epochs=2, verbose=0, callbacks=callbacks)
+        training.assert_bit_identical_on_all_ranks(model)
+        return training.flat(model)
+
+    np.testing.assert_array_equal(trained(known=False), trained(known=True))
+
+
 def interrupted(after: int) -> keras.callbacks.Callback:
     def count(batch: int, logs: Any) -> None:
         seen.append(batch)
@@ -211,14 +380,20 @@ def interrupted(after: int) -> keras.callbacks.Callback:
 
 
 @pytest.mark.cases(2)
+@pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize(
     ("after", "save_freq", "passes"), [(4, 2, 1), (9, 4, 1), (8, "epoch", 1), (12, 1, 2)]
 )
-def test_a_restart_within_a_round_goes_on_bit_for_bit(directory, after, save_freq, passes) -> None:
+def test_a_restart_within_a_round_goes_on_bit_for_bit(
+    directory, after, save_freq, passes, fragments
+) -> None:
     def make() -> Any:
         accumulates = passes if passes > 1 else None
         inner = optimizers.Adam(0.01, use_ema=True, gradient_accumulation_steps=accumulates)
-        return hvd.DistributedOptimizer(inner, sync_every=3, outer_optimizer=nesterov())
+        options = {"sync_every": 3, "outer_optimizer": nesterov()}
+        if fragments > 1:
+            options |= {"fragments": fragments, "compression": hvd.Compression.int8}
+        return hvd.DistributedOptimizer(inner, **options)
 
     def model() -> keras.Model:
         return build(make, (layers.Dropout(0.3, seed=RANK),), run_eagerly=True)
@@ -241,11 +416,13 @@ def test_a_restart_within_a_round_goes_on_bit_for_bit(directory, after, save_fre
 
 
 @pytest.mark.ranks(3)
-def test_fewer_ranks_go_on(directory) -> None:
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_fewer_ranks_go_on(directory, fragments) -> None:
     pair = hvd.add_process_set([0, 1])
 
     def trained(ranks: Any, **how: Any) -> keras.Model:
         options = {"sync_every": 3, "outer_optimizer": nesterov(), "process_set": ranks}
+        options |= {"fragments": fragments}
         model = build(lambda: hvd.DistributedOptimizer(optimizers.Adam(0.01), **options))
         saved = hvd.callbacks.Checkpoint(directory / "saved", save_freq=2, process_set=ranks)
         fit(model, saved, *how.pop("more", ()), **how)
@@ -347,19 +524,21 @@ def test_a_layer_of_one_rank_keeps_its_weights() -> None:
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_rank_that_stops_lets_the_others_stop() -> None:
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_a_rank_that_stops_lets_the_others_stop(fragments) -> None:
     class Stop(keras.callbacks.Callback):
         seen = 0
 
         def on_train_batch_end(self, batch, logs=None) -> None:
             self.seen += 1
-            if RANK == 1 and self.seen == 2:
+            if RANK == 1 and self.seen == 5:
                 self.model.stop_training = True
 
     stop = Stop()
-    model = build(lambda: hvd.DistributedOptimizer(optimizers.SGD(0.05), sync_every=3))
+    options = {"sync_every": 3 * fragments, "fragments": fragments}
+    model = build(lambda: hvd.DistributedOptimizer(optimizers.SGD(0.05), **options))
     fit(model, stop, keras.callbacks.TerminateOnNaN(), epochs=3)
-    assert stop.seen == (2 if RANK == 1 else 3)
+    assert stop.seen == (5 if RANK == 1 else 6)
     training.assert_bit_identical_on_all_ranks(model)
 
 
@@ -412,6 +591,11 @@ def test_arguments_that_exclude_each_other() -> None:
     used = nesterov()
     used.build([keras.Variable(1.0)])
     refused("outer_optimizer is in use", lambda: distribute(outer_optimizer=used))
+    refused("got 2, expected a number that divides", lambda: distribute(fragments=2))
+    refused("fragments: got 0, expected", lambda: distribute(fragments=0))
+    refused("int8 needs 2 fragments", lambda: distribute(compression=hvd.Compression.int8))
+    outer = optimizers.SGD(0.7, gradient_accumulation_steps=2)
+    refused("accumulates", lambda: distribute(fragments=3, outer_optimizer=outer))
     refused("inner_process_set is 'rack'", lambda: distribute(inner_process_set="rack"))
     everywhere = distribute(inner_process_set="host")  # there is one
     everywhere.apply([tf.ones(2)], [keras.Variable([0.0, 0.0])])
