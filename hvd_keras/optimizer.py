@@ -117,8 +117,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     inner = process_set
     in_rounds = sync_every, outer_optimizer, inner_process_set
     if any(given is not None for given in in_rounds) or fragments != 1:
-        _check_rounds(optimizer, sync_every, outer_optimizer, op, compression, shard_state)
-        _check_fragments(sync_every, fragments, outer_optimizer, compression, process_set.size())
+        _check_rounds(optimizer, sync_every, outer_optimizer, op, shard_state)
+        _check_sent(sync_every, fragments, outer_optimizer, compression, process_set.size())
         inner = _inner_set(inner_process_set, process_set)
     # In rounds, int8 is for their differences alone.
     is_int8 = fragments != 1 and compression is Compression.int8
@@ -241,9 +241,7 @@ def _check_shares(
     zero.check_suitable(optimizer)
 
 
-def _check_rounds(
-    optimizer: Any, every: Any, outer: Any, op: Any, compression: Any, shard_state: bool
-) -> None:
+def _check_rounds(optimizer: Any, every: Any, outer: Any, op: Any, shard_state: bool) -> None:
     """Raise ValueError or TypeError if an optimizer cannot train in rounds."""
     own = type(innermost(optimizer)).__name__
     reason = None
@@ -255,8 +253,6 @@ def _check_rounds(
         reason = f"got op={op}, but the ranks' weights are averaged. Use hvd.Average"
     elif shard_state:
         reason = "shard_state=True exchanges weights in each step. Leave one of both out"
-    elif wire_dtype(compression) is None and compression is not Compression.int8:
-        reason = "compression must be hvd.Compression.none, .fp16, .bf16 or .int8"
     elif outer is not None and not isinstance(outer, keras.optimizers.Optimizer):
         reason = f"outer_optimizer is {outer!r}, expected a keras.optimizers.Optimizer"
     elif outer is not None and (outer.built or is_distributed(outer) or outer is optimizer):
@@ -266,17 +262,21 @@ def _check_rounds(
     rounds.check_suitable(innermost(optimizer))
 
 
-def _check_fragments(every: int, fragments: Any, outer: Any, compression: Any, ranks: int) -> None:
-    """Raise ValueError if an optimizer cannot sync fragments."""
+def _check_sent(every: Any, fragments: Any, outer: Any, compression: Any, ranks: int) -> None:
+    """Raise ValueError if an optimizer cannot send the differences of rounds so."""
     reason = None
     if not isinstance(fragments, int) or fragments < 1 or every % fragments:
-        reason = f"got {fragments!r}, expected a number that divides sync_every={every}"
+        reason = f"fragments={fragments!r}, expected a number that divides {every}"
     elif fragments > 1 and getattr(outer, "gradient_accumulation_steps", None):
-        reason = "outer_optimizer accumulates gradients. Leave gradient_accumulation_steps out"
+        reason = "with fragments, outer_optimizer must not have gradient_accumulation_steps"
     elif compression is Compression.int8 and (fragments == 1 or ranks > 42):
-        reason = f"int8 needs 2 fragments or more, and 42 ranks at most; there are {ranks}. Use bf16"
+        reason = (
+            f"int8 needs fragments, and at most 42 ranks, not {ranks}. Use hvd.Compression.bf16"
+        )
+    elif wire_dtype(compression) is None and compression is not Compression.int8:
+        reason = "compression must be hvd.Compression.none, .fp16, .bf16 or .int8"
     if reason:
-        raise ValueError(f"hvd.DistributedOptimizer: fragments: {reason}.")
+        raise ValueError(f"hvd.DistributedOptimizer: sync_every: {reason}.")
 
 
 def _inner_set(inner: Any, process_set: ProcessSet) -> ProcessSet:

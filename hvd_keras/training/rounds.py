@@ -193,20 +193,22 @@ class Rounds:
         moved = list(map(snapshot, self.sent[self._parts[int(self._flight)]]))
         name, ranks = f"{self.name} fragment {int(self._flight)}", self.process_set
         if self._wire != "int8":
-            wire = agree.numpy_dtype(self._wire)
-            sent = [a.astype(wire).astype(a.dtype) if a.itemsize > wire.itemsize else a for a in moved]
+            sent = [a.astype(agree.numpy_dtype(self._wire)).astype(a.dtype) for a in moved]
             finish = exchange(sent, name, ranks, wire=self._wire)
             return lambda: (sent, finish())
         # Their sum fits into int8. What is infinite or no number makes all of a variable NaN.
-        levels, most = 127 // ranks.size(), [np.abs(a).max(initial=0) for a in moved]
-        most = np.nan_to_num(np.array(most, "float32"), nan=np.inf, posinf=np.inf)
-        (largest,) = exchange([most], f"{name}, largest", ranks, "Max")()
-        steps = np.where(largest > 0, largest / np.float32(levels), np.float32(1))
+        most = np.array([np.abs(a).max(initial=0) for a in moved], "float32")
+        most = np.nan_to_num(most, nan=np.inf, posinf=np.inf)
+        (most,) = exchange([most], f"{name}, largest", ranks, "Max")()
+        steps = np.where(most > 0, most / np.float32(127 // ranks.size()), np.float32(1))
         with np.errstate(invalid="ignore"):
             codes = [np.rint(a / step).astype("int8") for a, step in zip(moved, steps, strict=True)]
-            sent = [code * step for code, step in zip(codes, steps, strict=True)]
         finish = exchange(codes, name, ranks, "Sum")
-        return lambda: (sent, [s * step / ranks.size() for s, step in zip(finish(), steps, strict=True)])
+
+        def scaled(values: list[Any], factor: float = 1.0) -> list[Any]:
+            return [value * (step * factor) for value, step in zip(values, steps, strict=True)]
+
+        return lambda: (scaled(codes), scaled(finish(), 1 / ranks.size()))
 
     def _land(self) -> None:
         """Add what this rank has learnt since the fragment was sent to its next common weights."""
@@ -266,7 +268,7 @@ class Sync(keras.callbacks.Callback):  # type: ignore[misc]
         kinds = {(rounds.batches, rounds.fragments) for rounds in self._rounds}
         if len(kinds) > 1 or len(self._rounds) < len(model_ranks.reducers_of(model)):
             raise ValueError(
-                "sync_every: the optimizers of one model need the same sync_every, fragments and "
+                "sync_every: the optimizers of one model need the same sync_every, fragments, and "
                 "accumulation."
             )
         if self._every % at_once:
@@ -313,10 +315,10 @@ class Sync(keras.callbacks.Callback):  # type: ignore[misc]
     def _end_round(self, is_due: bool, is_last: bool) -> None:
         others = list(self._others())
         digests = [agree.digest(np.asarray(variable)) for variable in others]
-        stops = bool(self.model.stop_training)
-        mine = [self._batches, is_due, is_last, stops, digests]
-        gathered = agree.gather_json("the end of a round", mine, self._process_set)
-        batches, due, last, stopped, of_ranks = zip(*gathered, strict=True)
+        mine = np.array([self._batches, is_due, is_last, self.model.stop_training, *digests])
+        call = {"name": "the end of a round", "process_set": self._process_set.id()}
+        (gathered,) = agree.run("allgather", [mine], **call)
+        batches, due, last, stopped, *of_others = gathered.reshape(-1, len(mine)).T.tolist()
         if len({*zip(batches, last, strict=True)}) > 1 and not any(stopped):
             raise ValueError(
                 "sync_every: the ranks' rounds end after different numbers of batches of an epoch: "
@@ -325,15 +327,13 @@ class Sync(keras.callbacks.Callback):  # type: ignore[misc]
             )
         self._ended = any(last)
         self.model.stop_training |= any(stopped)
-        if not any(due):
-            return
         everything = self._ended or self._fragments == 1
-        for rounds in self._rounds:
+        for rounds in self._rounds if any(due) else ():
             rounds.end(everything)
-        if everything:
-            differing = [v for v, *d in zip(others, *of_ranks, strict=True) if len({*d}) > 1]
-            mine = list(map(np.asarray, differing))
-            means = exchange(mine, "statistics at the end of a round", self._process_set)()
+        if any(due) and everything:
+            differing = [v for v, d in zip(others, of_others, strict=True) if len({*d}) > 1]
+            values = list(map(np.asarray, differing))
+            means = exchange(values, "statistics at the end of a round", self._process_set)()
             for variable, value in zip(differing, means, strict=True):
                 variable.assign(value)
 

@@ -442,7 +442,9 @@ class Hosts(Sequence[Host]):
             self._carrier = None
         for host in self._hosts:
             host.throttle(None if delay else megabits)
-            host._port_do("ip", "link", "set", host._port, *(["nomaster"] if delay else ["master", "switch"]))
+            host._port_do(
+                "ip", "link", "set", host._port, *(["nomaster"] if delay else ["master", "switch"])
+            )
         if delay:
             cards = {host._port: host.card for host in self._hosts}
             call = f"from {__name__} import carry; carry({cards!r}, {megabits!r}, {delay!r})"
@@ -454,7 +456,8 @@ class Hosts(Sequence[Host]):
                 cwd=pathlib.Path(__file__).parents[2],
                 preexec_fn=lambda: die_with_parent(maker),
             )
-            assert self._carrier.stdout and self._carrier.stdout.readline(), "nobody carries frames"
+            assert self._carrier.stdout is not None
+            assert self._carrier.stdout.readline(), "nobody carries frames"
 
     def introduce(self) -> None:
         """Tell each host the others' Ethernet addresses, for ever.

@@ -300,7 +300,9 @@ def test_fragments_divide_the_bytes_of_a_sync(compression: str) -> None:
     assert record.equal == [False] * 6 + [True]
     wide = 4 * weights.size
     fragment = wide / 4 / {"none": 1, "bf16": 2, "int8": 4}[compression]
-    assert all(0.8 * fragment < sent < 1.2 * fragment + 500 for sent in record.sent[:6]), record.sent
+    assert all(0.8 * fragment < sent < 1.2 * fragment + 500 for sent in record.sent[:6]), (
+        record.sent
+    )
     exact = trained(4)
     assert np.abs(weights - exact).max() < 1e-3
     assert (np.abs(weights - exact).max() > 0) == (compression != "none")
@@ -327,7 +329,8 @@ def test_what_rounding_loses_is_sent_later(monkeypatch) -> None:
 
     monkeypatch.setattr(rounds, "_land", watched)
     fit(model)
-    assert lost and max(lost) < 1e-6, lost
+    assert len(lost) > 4
+    assert max(lost) < 1e-6, lost
 
 
 @two
@@ -591,11 +594,11 @@ def test_arguments_that_exclude_each_other() -> None:
     used = nesterov()
     used.build([keras.Variable(1.0)])
     refused("outer_optimizer is in use", lambda: distribute(outer_optimizer=used))
-    refused("got 2, expected a number that divides", lambda: distribute(fragments=2))
-    refused("fragments: got 0, expected", lambda: distribute(fragments=0))
-    refused("int8 needs 2 fragments", lambda: distribute(compression=hvd.Compression.int8))
+    refused("fragments=2, expected a number that divides 3", lambda: distribute(fragments=2))
+    refused("fragments=0, expected", lambda: distribute(fragments=0))
+    refused("int8 needs fragments", lambda: distribute(compression=hvd.Compression.int8))
     outer = optimizers.SGD(0.7, gradient_accumulation_steps=2)
-    refused("accumulates", lambda: distribute(fragments=3, outer_optimizer=outer))
+    refused("must not have gradient_accum", lambda: distribute(fragments=3, outer_optimizer=outer))
     refused("inner_process_set is 'rack'", lambda: distribute(inner_process_set="rack"))
     everywhere = distribute(inner_process_set="host")  # there is one
     everywhere.apply([tf.ones(2)], [keras.Variable([0.0, 0.0])])
