@@ -189,8 +189,8 @@ def main() -> None:
         raise SystemExit(problem)
     found = []
     with Hosts(HOSTS) as hosts:
-        for task in TASKS:
-            for seed in range(options.seeds):
+        for seed in range(options.seeds):
+            for task in TASKS:
                 found.append(measure(hosts, task, seed))
                 print(json.dumps(found[-1]), flush=True)
     print("| until | gradients in each step | rounds | fragments | over |\n|---|---|---|---|---|")

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 
 import pytest
 
@@ -56,6 +57,24 @@ def test_a_throttled_host_sends_no_faster_than_its_limit(hosts: Hosts) -> None:
     hosts.throttle(None)
     assert hosts[0].run(["sh", "-c", send]).stdout == "2000000\n"
     wait_until(lambda: not hosts[1].processes(), "the end of what was cut off")
+
+
+@pytest.mark.slow
+def test_an_answer_takes_twice_the_delay(hosts: Hosts) -> None:
+    connect = "import socket, time; began = time.monotonic(); "
+    connect += "socket.create_connection(('server2', 22)); print(time.monotonic() - began)"
+
+    def seconds() -> float:
+        done = hosts[0].run([sys.executable, "-c", connect])
+        return float(done.stdout)
+
+    hosts.throttle(20, delay=0.2)
+    try:
+        assert seconds() >= 0.4
+        assert ssh(hosts[0], hosts[1], "head -c 100000 /dev/zero | wc -c").stdout == "100000\n"
+    finally:
+        hosts.throttle(None)
+    wait_until(lambda: seconds() < 0.4, "the end of the delay")
 
 
 @pytest.mark.slow
