@@ -1,0 +1,189 @@
+"""sync_every with fragments: parts of the weights are synced in turn, while training goes on."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_keras as hvd
+from hvd_keras.runtime import agree
+from tests.harness import training
+from tests.parallel.test_rounds import (
+    BATCH,
+    EPOCHS,
+    STEPS,
+    assert_as_by_hand,
+    build,
+    fit,
+    made,
+    nesterov,
+    rows,
+    state,
+    two,
+)
+from tests.parallel.test_training import OPTIONS
+
+RANK, SIZE = hvd.rank(), hvd.size()
+optimizers, layers = keras.optimizers, keras.layers
+
+
+def halves(weights: list[Any]) -> list[slice]:
+    """Two fragments of as equal bytes as whole variables allow."""
+    sizes = [weight.numpy().nbytes for weight in weights]
+    middle = min(range(len(sizes)), key=lambda i: abs(sum(sizes[:i]) - sum(sizes[i:])))
+    return [slice(0, middle), slice(middle, None)]
+
+
+def by_hand_in_halves(model: keras.Model, every: int, outer: Any) -> np.ndarray:
+    """The same training as a loop, of two fragments."""
+    hvd.broadcast_variables(model.variables, 0)
+    weights = model.trainable_variables
+    parts, of_parts = halves(weights), [outer() if outer else optimizers.SGD(1.0) for _ in "12"]
+    common = [keras.Variable(v) for v in weights]
+
+    def differences(part: slice) -> list[np.ndarray]:
+        pairs = zip(common[part], weights[part], strict=True)
+        return [np.asarray(c) - np.asarray(w) for c, w in pairs]
+
+    def advance(part: slice, own: Any, moved: list[np.ndarray]) -> None:
+        own.apply([hvd.allreduce(tf.constant(m)) for m in moved], common[part])
+
+    with hvd.local_fit():
+        for own, part in zip(of_parts, parts, strict=True):
+            own.build(common[part])
+        for _ in range(EPOCHS):
+            flight: Any = None
+            for step in range(1, STEPS + 1):
+                rows_of_step = slice((step - 1) * BATCH, step * BATCH)
+                model.train_on_batch(*(array[rows_of_step] for array in rows()))
+                if step % (every // 2) and step < STEPS:
+                    continue
+                if flight is not None:
+                    number, moved = flight
+                    old = [np.array(c) for c in common[parts[number]]]
+                    advance(parts[number], of_parts[number], moved)
+                    pairs = zip(common[parts[number]], old, moved, strict=True)
+                    for w, (c, o, m) in zip(weights[parts[number]], pairs, strict=True):
+                        w.assign_add(np.asarray(c) - o + m)
+                number = 0 if flight is None else 1 - flight[0]
+                flight = number, differences(parts[number])
+            everything = [differences(part) for part in parts]
+            for part, own, moved in zip(parts, of_parts, everything, strict=True):
+                advance(part, own, moved)
+            for w, c in zip(weights, common, strict=True):
+                w.assign(c)
+            for v in state(model):
+                if v.dtype.startswith("float"):
+                    v.assign(hvd.allreduce(v.value))
+        model.optimizer.finalize_variable_values(weights)
+    return training.flat(model)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("outer", [None, nesterov])
+def test_fragments_travel_during_the_updates_that_follow(outer) -> None:
+    for compiled in ({"run_eagerly": True}, {"steps_per_execution": 2}):
+        assert_as_by_hand(
+            made("Adam"), 4, outer, fragments=2, loop=by_hand_in_halves, compiled=compiled
+        )
+
+
+@two
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_fragments_with_every_option(option: str) -> None:
+    assert_as_by_hand(
+        made("Adam", **OPTIONS[option]), 4, nesterov, fragments=2, loop=by_hand_in_halves
+    )
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("compression", ["none", "bf16", "int8"])
+def test_fragments_divide_the_bytes_of_a_sync(compression: str) -> None:
+    class Record(keras.callbacks.Callback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sent, self.equal = [], []
+
+        def on_train_batch_begin(self, batch, logs=None) -> None:
+            self.before = hvd.stats()["collectives"]["allreduce"]["bytes"]
+
+        def on_train_batch_end(self, batch, logs=None) -> None:
+            hvd.barrier()  # on the queue behind what is in flight
+            self.sent.append(hvd.stats()["collectives"]["allreduce"]["bytes"] - self.before)
+            theirs = hvd.allgather_object(training.flat(self.model).tobytes())
+            self.equal.append(len({*theirs}) == 1)
+
+    def trained(fragments: int, more: Any = (), **how: Any) -> np.ndarray:
+        equal = [layers.Dense(64, "tanh", use_bias=False) for _ in range(4)]
+        model = keras.Sequential([keras.Input((5,)), layers.Dense(64), *equal, layers.Dense(1)])
+        training.set_weights(model, seed=0)
+        options = {"sync_every": 4, "fragments": fragments, **how}
+        model.compile(hvd.DistributedOptimizer(optimizers.SGD(1e-3), **options), loss="mse")
+        fit(model, *more, epochs=1)
+        training.assert_bit_identical_on_all_ranks(model)
+        return training.flat(model)
+
+    record = Record()
+    how = {"compression": getattr(hvd.Compression, compression)} if compression != "none" else {}
+    weights = trained(4, [record], **how)
+    assert record.equal == [False] * 6 + [True]
+    wide = 4 * weights.size
+    fragment = wide / 4 / {"none": 1, "bf16": 2, "int8": 4}[compression]
+    assert all(0.8 * fragment < sent < 1.2 * fragment + 500 for sent in record.sent[:6]), (
+        record.sent
+    )
+    exact = trained(4)
+    assert np.abs(weights - exact).max() < 1e-3
+    assert (np.abs(weights - exact).max() > 0) == (compression != "none")
+
+
+@two
+def test_what_rounding_loses_is_sent_later(monkeypatch) -> None:
+    """The mean of the ranks' weights moves as their own updates do."""
+    model = build(
+        lambda: hvd.DistributedOptimizer(
+            optimizers.SGD(0.05), sync_every=4, fragments=2, compression=hvd.Compression.int8
+        )
+    )
+    rounds = model.optimizer._hvd_reducer.rounds
+    lost: list[float] = []
+    land = rounds._land
+
+    def watched() -> None:
+        part = rounds._parts[int(rounds._flight)]
+        before = [hvd.allreduce(w.value) for w in rounds.weights[part]]
+        land()
+        after = [hvd.allreduce(w.value) for w in rounds.weights[part]]
+        lost.extend(float(np.abs(a - b).max()) for a, b in zip(after, before, strict=True))
+
+    monkeypatch.setattr(rounds, "_land", watched)
+    fit(model)
+    assert len(lost) > 4
+    assert max(lost) < 1e-6, lost
+
+
+@two
+def test_what_is_no_number_reaches_all_ranks_in_int8() -> None:
+    model = build(
+        lambda: hvd.DistributedOptimizer(
+            optimizers.SGD(0.05), sync_every=2, fragments=2, compression=hvd.Compression.int8
+        )
+    )
+    x, y = rows()
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    model.fit(x, y * (np.nan if RANK else 1), batch_size=BATCH, verbose=0, callbacks=callbacks)
+    assert np.isnan(training.flat(model)).all()
+
+
+def test_what_has_begun_lets_other_requests_pass() -> None:
+    def begin() -> Any:
+        mine = [np.full(1_000_000, 1.0 + RANK, "float32")]
+        return agree.begin("allreduce", mine, name="begun", reduction="Sum")
+
+    finish = begin() if RANK == 0 else None
+    assert agree.gather_json("in between", RANK) == list(range(SIZE))
+    (total,) = (finish or begin())()
+    np.testing.assert_array_equal(total, np.full(1_000_000, sum(range(1, SIZE + 1)), "float32"))
