@@ -115,8 +115,9 @@ def __getattr__(name: str) -> Any:
         ) from error
     if not home:
         return module
-    value = getattr(module, name)
-    globals()[name] = value
+    # All its names at once: the import may have put a room in the place of one of them, "auto".
+    globals().update({n: getattr(module, n) for n, its in _HOMES.items() if its == home})
+    value = globals()[name] = getattr(module, name)
     return value
 
 

@@ -319,10 +319,11 @@ def _is_ending() -> bool:
 
 
 def _other_rank_left(value: BaseException) -> str:
-    """Return the line of an error that names the rank whose leaving has caused it, if one has."""
+    """Return the line of an error that names the rank whose own error has caused it, if one has."""
     if type(value).__name__ != "AbortedError":  # of TensorFlow's, or of hvd_keras
         return ""
-    return next((line for line in str(value).splitlines() if " has left the job: " in line), "")
+    line = next((line for line in str(value).splitlines() if " has left the job: " in line), "")
+    return "" if ": its script has ended" in line else line  # then no other error tells why
 
 
 def _first_line(kind: type[BaseException], value: BaseException) -> str:

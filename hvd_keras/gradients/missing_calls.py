@@ -96,8 +96,10 @@ def _check_update(optimizer: Any, variables: list[Any]) -> None:
         "alone on purpose, write: with hvd.local_fit(): ..."
     )
     if not first_steps_are_local or in_fit.get() or not variables:
-        # A graph may apply what another one has reduced; that cannot be seen.
-        parts = in_fit.get() or is_eager() or not count_requests()
+        from hvd_keras import ops
+
+        # A graph may apply what the script has reduced outside of it; that cannot be seen.
+        parts = in_fit.get() or is_eager() or not ops.has_reduced()
         tell(text, global_process_set, RuntimeError, parts=parts)
         _told_alone.add(*variables)
         return
@@ -151,6 +153,11 @@ def mark_alone(optimizer: Any) -> None:
 def mark_reduced(sources: Iterable[Any]) -> None:
     """Record that a reducer exchanges the gradients of these variables, and perhaps tensors."""
     _reduced.add(*(source for source in sources if hasattr(source, "assign")))
+
+
+def forget_reduced(variables: Iterable[Any]) -> None:
+    """At the beginning of a ``fit``: an earlier optimizer or tape may have reduced gradients."""
+    _reduced.discard(*variables)
 
 
 #: A warning about the last loss whose gradients must not be averaged, and the graph that it is in.

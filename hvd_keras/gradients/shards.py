@@ -143,6 +143,10 @@ class VariableSet:
     def add(self, *variables: Any) -> None:
         self._variables.update((variable_id(v), inner_variable(v)) for v in variables)
 
+    def discard(self, *variables: Any) -> None:
+        for variable in variables:
+            self._variables.pop(variable_id(variable), None)
+
     def __contains__(self, variable: Any) -> bool:
         return variable_id(variable) in self._variables
 

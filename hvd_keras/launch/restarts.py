@@ -95,10 +95,11 @@ async def _run(spec: JobSpec, signals: Signals, output: Output) -> Verdict:
 
 
 _LOST = (
-    "A script that uses hvd_keras calls hvd.init() first, on every rank. If it does: docker run, "
+    "A script of one process, without hvd_keras, trains on all ranks by `hvdrun --auto`. One that "
+    "uses hvd_keras calls hvd.init() first, on every rank. If it does: docker run, "
     "sudo, systemd-run and env -i remove hvdrun's environment. Start hvdrun inside (`docker run "
     "IMAGE hvdrun -np 2 train.py`), or pass on $TMPDIR and all variables that begin with HVD, "
-    "OMPI_, PMI or SLURM_. If it does not use hvd_keras: add --no-init"
+    "OMPI_, PMI or SLURM_. If it trains nothing: add --no-init"
 )
 
 

@@ -24,6 +24,14 @@ def is_reducing() -> bool:
     return tf.compat.v1.get_default_graph() in _reducing
 
 
+def has_reduced() -> bool:
+    """Whether the script has called ``allreduce``."""
+    return _has_reduced
+
+
+_has_reduced = False
+
+
 def allreduce(
     tensor: Any,
     average: bool | None = None,
@@ -104,7 +112,9 @@ def grouped_allreduce(
     Raises:
         As ``allreduce``.
     """
+    global _has_reduced
     del ignore_name_scope
+    _has_reduced |= not _own.get()
     if not _own.get() and not tf.executing_eagerly():
         # A branch or a loop of a function is a graph in the function's.
         graph = tf.compat.v1.get_default_graph()

@@ -119,7 +119,7 @@ def _open(
     if isinstance(source, DataLoader):
         return _of_loader(source, shuffle, seed, split)
     if batch_size is None:
-        raise ValueError("batch_size=None, expected rows per rank and step.")
+        raise ValueError("batch_size=None, expected rows per rank and step, as in batch_size=32.")
     if isinstance(source, of_files.Opened):
         reader = of_files.reader(source, batch_size, shuffle, seed, split)
         pack = functools.partial(_mapped, source)

@@ -36,6 +36,8 @@ for batch in range(200):
     time.sleep(0.01)
 """
 
+TAPE = "    tape = hvd.DistributedGradientTape(tape)\n"
+
 # What hvd_keras reduces for the first model says nothing about the second.
 SECOND_MODEL = """
 model = keras.Sequential([keras.layers.BatchNormalization(), keras.layers.Dense(1)])
@@ -49,7 +51,7 @@ NOT_DISTRIBUTED = "applies gradients of this rank alone"
 DIFFERENT = "began to train with different weights"
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("script", "told"),
     [
@@ -66,6 +68,23 @@ DIFFERENT = "began to train with different weights"
             id="broadcast",
         ),
         pytest.param(LOOP, DIFFERENT, id="broadcast, loop"),
+        pytest.param(
+            f"model(x)\nhvd.broadcast_variables(model.variables, 0)\n{LOOP.replace(TAPE, '')}",
+            NOT_DISTRIBUTED,
+            id="tape, loop",
+        ),
+        pytest.param(
+            "model.compile(keras.optimizers.SGD(0.01), 'mse')\nmodel.train_on_batch(x, y)",
+            NOT_DISTRIBUTED,
+            id="optimizer, train_on_batch",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "fit(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), [broadcast])\n"
+            "fit(keras.optimizers.SGD(0.01), [broadcast])",
+            NOT_DISTRIBUTED,
+            id="optimizer, compiled again",
+        ),
         pytest.param(
             "hvd.allreduce(float(len(x)))\nfit(keras.optimizers.SGD(0.01), [broadcast])",
             NOT_DISTRIBUTED,

@@ -46,7 +46,7 @@ def dataset_source(
         )
     batched = _is_batched(source)
     if not batched and batch_size is None:
-        raise ValueError("batch_size=None, expected rows per rank and step.")
+        raise ValueError("batch_size=None, expected rows per rank and step, as in batch_size=32.")
     seeds = seeds_of(source, alone=split.size == 1)
     description = f"{batched=}, shuffles with the seeds {seeds}"
     first = None

@@ -21,7 +21,7 @@ from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
 def shard(
     source: Any,
-    *,
+    *more: Any,
     batch_size: int | Sequence[int] | None = None,
     shuffle: bool | int | None = None,
     seed: int = 0,
@@ -99,6 +99,8 @@ def shard(
         test = hvd.data.shard((x_test, y_test), batch_size=32, shuffle=False)
         model.fit(train, validation_data=test, epochs=10)
     """
+    if more:
+        raise TypeError("hvd.data.shard: got several sources, expected one: shard((x, y), …).")
     # Returns no PyDataset, because fit would shuffle its batches again, differently on each rank.
     process_set.check_included("data.shard")
     keeps_size = uneven is None and datasets.has_static_batches(source)
@@ -270,7 +272,7 @@ def _open(
             "generator itself, with steps_per_epoch=hvd.data.agree_on_steps(steps)."
         )
     if batch_size is None:
-        raise ValueError("batch_size=None, expected rows per rank and step.")
+        raise ValueError("batch_size=None, expected rows per rank and step, as in batch_size=32.")
     if isinstance(source, Opened):
         return arrays.numbered_rows_source(source, batch_size, shuffle, seed, split)
     if is_row_source(source):
