@@ -41,8 +41,9 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
     Example:
         average = hvd.callbacks.MetricAverageCallback()
         stop = keras.callbacks.EarlyStopping("val_auc", mode="max", patience=3)
-        model.fit(data, validation_data=(x_val, y_val), callbacks=[average, stop])
-        results = model.evaluate(x_test, y_test, callbacks=[average], return_dict=True)
+        test = hvd.data.shard((x_test, y_test), batch_size=32, shuffle=False)
+        model.fit(data, validation_data=test, callbacks=[average, stop])
+        results = model.evaluate(test, callbacks=[average], return_dict=True)
     """
 
     _hvd_averages = True

@@ -10,7 +10,7 @@ A Keras script trains on several processes with these lines::
     data = hvd.data.shard((x, y), batch_size=32)
     model.fit(data, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
 
-Start it with ``hvdrun -np 4 python train.py``.
+Start it with ``hvdrun -np 4 train.py``.
 """
 
 import ast

@@ -305,7 +305,7 @@ def check_rows(gathered: Sequence[Any], process_set: ProcessSet) -> None:
     tell(
         f"all {process_set.size()} ranks train on the same rows, so {process_set.size()} ranks do "
         "the work of one. Give each rank its share: x = hvd.data.shard((x, y), batch_size=32), or "
-        "x = hvd.data.shard(dataset), and model.fit(x, shuffle=False, ...). If a rank trains alone "
+        "x = hvd.data.shard(dataset), and model.fit(x, ...). If a rank trains alone "
         "on purpose, write: with hvd.local_fit(): ...",
         process_set,
         parts=True,

@@ -111,8 +111,8 @@ complete -o default -F _hvdrun hvdrun
 OPTIONS = f"""\
 usual options
 -np -n --num-proc N: number of ranks, or auto: all slots of the hosts, where a host without a number
-    has one for each GPU, or for each usable core without GPUs (default: all slots, one for each
-    usable core; required on this host alone)
+    has one for each GPU, or for each usable core without GPUs (default, with -H: all slots, one for
+    each usable core)
 -H --hosts HOSTS: server1:4,server2:4: hosts and the number of ranks on each; without a number, one
     rank per usable core (default: this host)
 --oversubscribe: allow more ranks than usable cores or slots (default: off)
