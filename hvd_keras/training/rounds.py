@@ -13,8 +13,9 @@ what rounding has kept from travelling, which so belongs to its next difference.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -39,6 +40,25 @@ def check_suitable(optimizer: Any) -> None:
                 f"hvd.DistributedOptimizer: sync_every: {unsuitable.pop()} computes weights from "
                 "its slots, which would undo a sync. Use another optimizer."
             )
+
+
+class Piece(NamedTuple):
+    """A weight, or a part of its flat values that belongs to one fragment."""
+
+    weight: Any
+    flat: slice | None = None
+
+    @property
+    def value(self) -> Any:
+        value = np.asarray(self.weight)
+        return value if self.flat is None else value.reshape(-1)[self.flat]
+
+    def assign(self, value: Any) -> None:
+        if self.flat is not None:
+            whole = np.array(self.weight)
+            whole.reshape(-1)[self.flat] = np.asarray(value)
+            value = whole
+        self.weight.assign(value)
 
 
 class Rounds:
@@ -73,6 +93,7 @@ class Rounds:
         self.outer = keras.optimizers.SGD(1.0) if outer is None else outer
         missing_calls.mark_alone(self.outer)  # all ranks have its gradients
         self.weights: list[Any] = []
+        self.pieces: list[Piece] = []  # of which fragments consist
         self.common: list[Any] = []  # what they were when the round began
         self.sent: list[Any] = []  # this rank's differences of the fragment in flight
         self.alone = inner is None  # each rank trains alone within a round
@@ -126,25 +147,36 @@ class Rounds:
             for variable in model_ranks.without_local(optimizer._trainable_variables)
             if not getattr(variable, "overwrite_with_gradient", False)
         ]
+        self._cut()
         self.common = self._alike("common", np.asarray)
         self.outer.build(self.common)
         self._flight = keras.Variable(-1, trainable=False, dtype="int32", name="fragment_in_flight")
         self.sent = self._alike("sent", np.zeros_like) if self.fragments > 1 else []
-        # The fragments have equal bytes, as far as whole variables allow.
-        sizes = np.array([specs.spec_of(weight).bytes for weight in self.weights])
-        shares = np.arange(self.fragments + 1) * sizes.sum() / self.fragments
-        edges = np.searchsorted(sizes.cumsum() - sizes / 2, shares)
-        self._parts = list(itertools.starmap(slice, itertools.pairwise(edges.tolist())))
+
+    def _cut(self) -> None:
+        """Divide the weights, in their order, into fragments of equal numbers of values."""
+        counts = [math.prod(weight.shape) for weight in self.weights]
+        edges = [sum(counts) * i // self.fragments for i in range(self.fragments + 1)]
+        begin = 0
+        for weight, count in zip(self.weights, counts, strict=True):
+            inside = sorted({edge - begin for edge in edges if begin < edge < begin + count})
+            cuts = itertools.pairwise([0, *inside, count])
+            flat = [slice(*cut) for cut in cuts] if inside else [None]
+            self.pieces += [Piece(weight, part) for part in flat]
+            begin += count
+        ends = np.cumsum([piece.value.size for piece in self.pieces])
+        places = [0, *np.searchsorted(ends, edges[1:], "right").tolist()]
+        self._parts = list(itertools.starmap(slice, itertools.pairwise(places)))
 
     def _alike(self, name: str, of: Callable[[Any], Any]) -> list[Any]:
         return [
             keras.Variable(
-                of(np.asarray(weight)),
+                of(piece.value),
                 trainable=False,
-                dtype=weight.dtype,
-                name=f"{name}_{weight.path.replace('/', '_')}",
+                dtype=piece.weight.dtype,
+                name=f"{name}_{i}_{piece.weight.path.replace('/', '_')}",
             )
-            for weight in self.weights
+            for i, piece in enumerate(self.pieces)
         ]
 
     def described(self) -> dict[str, str]:
@@ -162,8 +194,8 @@ class Rounds:
             self._finish = None
         if not is_restored:
             self._flight.assign(-1)
-            for common, weight in zip(self.common, self.weights, strict=True):
-                common.assign(weight)
+            for common, piece in zip(self.common, self.pieces, strict=True):
+                common.assign(piece.value)
 
     def end(self, everything: bool) -> None:
         """Give all ranks the next common weights; or end one fragment's flight, and send another.
@@ -175,8 +207,8 @@ class Rounds:
         number = -1 if everything else (int(self._flight) + 1) % self.fragments
         self._flight.assign(number)
         part = slice(None) if everything else self._parts[number]
-        pairs = zip(self.common[part], self.weights[part], strict=True)
-        moved = [np.asarray(common) - np.asarray(weight) for common, weight in pairs]
+        pairs = zip(self.common[part], self.pieces[part], strict=True)
+        moved = [np.asarray(common) - piece.value for common, piece in pairs]
         if not everything:
             for variable, value in zip(self.sent[part], moved, strict=True):
                 variable.assign(value)
@@ -185,8 +217,8 @@ class Rounds:
         wire = "float64" if self._wire == "int8" else self._wire
         means = exchange(moved, f"{self.name} weights", self.process_set, wire=wire)()
         self.outer.apply(list(map(keras.ops.convert_to_tensor, means)))
-        for weight, value in zip(self.weights, self.common, strict=True):
-            weight.assign(value)
+        for piece, common in zip(self.pieces, self.common, strict=True):
+            piece.assign(common)
 
     def _send(self) -> Callable[[], Any]:
         """Begin to send a fragment; what returns waits for this rank's as sent, and their mean."""
@@ -220,9 +252,9 @@ class Rounds:
         self.outer.apply(list(map(keras.ops.convert_to_tensor, means)), common)
         # The outer optimizer counts rounds, not fragments.
         self.outer.iterations.assign(steps + (part is self._parts[-1]))
-        own = zip(self.weights[part], common, before, sent, self.sent[part], strict=True)
-        for weight, after, old, mine, variable in own:
-            weight.assign_add(np.asarray(after) - old + mine)
+        own = zip(self.pieces[part], common, before, sent, self.sent[part], strict=True)
+        for piece, after, old, mine, variable in own:
+            piece.assign(piece.value + (np.asarray(after) - old + mine))
             variable.assign(np.zeros_like(mine))
 
 

@@ -29,30 +29,34 @@ RANK, SIZE = hvd.rank(), hvd.size()
 optimizers, layers = keras.optimizers, keras.layers
 
 
-def halves(weights: list[Any]) -> list[slice]:
-    """Two fragments of as equal bytes as whole variables allow."""
-    sizes = [weight.numpy().nbytes for weight in weights]
-    middle = min(range(len(sizes)), key=lambda i: abs(sum(sizes[:i]) - sum(sizes[i:])))
-    return [slice(0, middle), slice(middle, None)]
+def values_of(weights: list[Any]) -> np.ndarray:
+    return np.concatenate([np.asarray(weight).ravel() for weight in weights])
+
+
+def assign(weights: list[Any], values: np.ndarray) -> None:
+    ends = np.cumsum([np.asarray(weight).size for weight in weights])
+    for weight, part in zip(weights, np.split(values, ends[:-1]), strict=True):
+        weight.assign(part.reshape(weight.shape))
 
 
 def by_hand_in_halves(model: keras.Model, every: int, outer: Any) -> np.ndarray:
-    """The same training as a loop, of two fragments."""
+    """The same training as a loop, of two fragments of equal numbers of values."""
     hvd.broadcast_variables(model.variables, 0)
     weights = model.trainable_variables
-    parts, of_parts = halves(weights), [outer() if outer else optimizers.SGD(1.0) for _ in "12"]
-    common = [keras.Variable(v) for v in weights]
+    begun = values_of(weights)
+    parts = slice(0, len(begun) // 2), slice(len(begun) // 2, None)
+    of_parts = [outer() if outer else optimizers.SGD(1.0) for _ in parts]
+    common = [keras.Variable(begun[part]) for part in parts]
 
-    def differences(part: slice) -> list[np.ndarray]:
-        pairs = zip(common[part], weights[part], strict=True)
-        return [np.asarray(c) - np.asarray(w) for c, w in pairs]
+    def difference(i: int) -> np.ndarray:
+        return np.asarray(common[i]) - values_of(weights)[parts[i]]
 
-    def advance(part: slice, own: Any, moved: list[np.ndarray]) -> None:
-        own.apply([hvd.allreduce(tf.constant(m)) for m in moved], common[part])
+    def advance(i: int, moved: np.ndarray) -> None:
+        of_parts[i].apply([hvd.allreduce(tf.constant(moved))], [common[i]])
 
     with hvd.local_fit():
-        for own, part in zip(of_parts, parts, strict=True):
-            own.build(common[part])
+        for own, part in zip(of_parts, common, strict=True):
+            own.build([part])
         for _ in range(EPOCHS):
             flight: Any = None
             for step in range(1, STEPS + 1):
@@ -62,18 +66,16 @@ def by_hand_in_halves(model: keras.Model, every: int, outer: Any) -> np.ndarray:
                     continue
                 if flight is not None:
                     number, moved = flight
-                    old = [np.array(c) for c in common[parts[number]]]
-                    advance(parts[number], of_parts[number], moved)
-                    pairs = zip(common[parts[number]], old, moved, strict=True)
-                    for w, (c, o, m) in zip(weights[parts[number]], pairs, strict=True):
-                        w.assign_add(np.asarray(c) - o + m)
+                    old = np.array(common[number])
+                    advance(number, moved)
+                    values = values_of(weights)
+                    values[parts[number]] += np.asarray(common[number]) - old + moved
+                    assign(weights, values)
                 number = 0 if flight is None else 1 - flight[0]
-                flight = number, differences(parts[number])
-            everything = [differences(part) for part in parts]
-            for part, own, moved in zip(parts, of_parts, everything, strict=True):
-                advance(part, own, moved)
-            for w, c in zip(weights, common, strict=True):
-                w.assign(c)
+                flight = number, difference(number)
+            for i, moved in enumerate([difference(i) for i in range(2)]):
+                advance(i, moved)
+            assign(weights, values_of(common))
             for v in state(model):
                 if v.dtype.startswith("float"):
                     v.assign(hvd.allreduce(v.value))
@@ -117,8 +119,9 @@ def test_fragments_divide_the_bytes_of_a_sync(compression: str) -> None:
             self.equal.append(len({*theirs}) == 1)
 
     def trained(fragments: int, more: Any = (), **how: Any) -> np.ndarray:
-        equal = [layers.Dense(64, "tanh", use_bias=False) for _ in range(4)]
-        model = keras.Sequential([keras.Input((5,)), layers.Dense(64), *equal, layers.Dense(1)])
+        # Most values are in one variable, of which each fragment has a part.
+        large = layers.Dense(128, "tanh")
+        model = keras.Sequential([keras.Input((5,)), layers.Dense(128), large, layers.Dense(1)])
         training.set_weights(model, seed=0)
         options = {"sync_every": 4, "fragments": fragments, **how}
         model.compile(hvd.DistributedOptimizer(optimizers.SGD(1e-3), **options), loss="mse")
@@ -154,9 +157,9 @@ def test_what_rounding_loses_is_sent_later(monkeypatch) -> None:
 
     def watched() -> None:
         part = rounds._parts[int(rounds._flight)]
-        before = [hvd.allreduce(w.value) for w in rounds.weights[part]]
+        before = [hvd.allreduce(piece.value) for piece in rounds.pieces[part]]
         land()
-        after = [hvd.allreduce(w.value) for w in rounds.weights[part]]
+        after = [hvd.allreduce(piece.value) for piece in rounds.pieces[part]]
         lost.extend(float(np.abs(a - b).max()) for a, b in zip(after, before, strict=True))
 
     monkeypatch.setattr(rounds, "_land", watched)
