@@ -100,6 +100,8 @@ def build(given: argparse.Namespace) -> JobSpec:
         words = [sys.executable, "-m", "hvd_keras.check"]
         if given.size is None and not (given.hosts or given.hostfile):
             given.size = min(2, usable_cores())
+    if late := [word for word in words[1:] if word.partition("=")[0] in _BEFORE]:
+        say(f"{late[0]} follows the program, which gets it; hvdrun's own options come before")
     ways = {"-H": given.hosts, "--hostfile": given.hostfile}
     ways["--host-discovery-script"] = given.host_discovery_script
     if len(named := [option for option, value in ways.items() if value is not None]) > 1:
@@ -126,6 +128,10 @@ def build(given: argparse.Namespace) -> JobSpec:
     command, shell = command_check.resolve(words), _shell(given)
     remains = Remains(srun or shell, is_local)
     return JobSpec(given, command, dialect, wanted, is_local, shell, remains)
+
+
+# Options that a user may have meant for hvdrun, though they are behind the program.
+_BEFORE = {"--auto", "--max-restarts", "--output-dir", "--oversubscribe", "--postmortem", "--stats"}
 
 
 def _shell(given: argparse.Namespace) -> RemoteShell:

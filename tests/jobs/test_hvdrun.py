@@ -293,6 +293,7 @@ TRAIN = "import sys; sys.exit(0)"
         (["-np", "1", "no-such-program"], "got the command 'no-such-program', which is neither"),
         (["-np", "1", "python", "absent.py"], "got the script 'absent.py', which does not exist"),
         (["-np", "1", "python", "-uB", "absent.py"], "got the script 'absent.py'"),
+        (["-np", "1", "absent.py", "--stats"], "--stats follows the program, which gets it"),
         (["-np", "1", "absent.py"], "got the script 'absent.py', which does not exist"),
         (["-np", "1", "./text"], "got the command './text', which is not executable; see `chmod +"),
         (["-np", "1", "text"], "'text', which is not on PATH; expected './text' for the file"),
