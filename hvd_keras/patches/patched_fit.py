@@ -44,7 +44,8 @@ def fit(
         callbacks = flat(given)
         defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
         own = _begun(backend, model, callbacks, defaults | bound.arguments)
-        missing_calls.forget_reduced(model.trainable_variables)
+        if model.built:
+            missing_calls.forget_reduced(model.trainable_variables)
         if bound.arguments.get("class_weight") is not None:
             backend.weigh_classes(bound.arguments)
         stack.enter_context(agree.within(fit_state.current, own))
