@@ -38,7 +38,7 @@ class Job {
     Status status;
     Fiber* waiter = nullptr;
     uint64_t bits = 0;  // of the result, when it was done
-    Nanoseconds submitted = 0;
+    Nanoseconds submitted = 0, ended = 0;
     bool done = false, kept = false;
   };
 
@@ -226,6 +226,7 @@ class Job {
     const std::string what = call.item.text();
     if (call.done) simulation_.violate(what + " is done twice");
     call.done = true;
+    call.ended = simulation_.now;
     call.status = status;
     call.bits = bits(call);
     simulation_.trace(what + ": " + (status.ok() ? std::to_string(call.bits) : status.message));
@@ -397,9 +398,11 @@ class Job {
       const std::string name = "rank " + std::to_string(q);
       if (blamed != name && blamed.find(name + " (") == std::string::npos) continue;
       ++named;
-      // With two process sets, a rank may wait in the other one.
-      const auto waits = [](const Call* call) {
-        return call->submitted && !(call->done && call->status.ok());
+      // With two process sets, a rank may wait in the other one, or have done so until just now.
+      const auto waits = [this](const Call* call) {
+        const bool until_now =
+            call->ended > call->submitted + kSecond && simulation_.now < call->ended + kSecond;
+        return call->submitted && (!(call->done && call->status.ok()) || until_now);
       };
       const bool elsewhere =
           !plan.some.empty() && std::any_of(of_rank_[q].begin(), of_rank_[q].end(), waits);
