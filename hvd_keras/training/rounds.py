@@ -157,15 +157,15 @@ class Rounds:
         """Divide the weights, in their order, into fragments of equal numbers of values."""
         counts = [math.prod(weight.shape) for weight in self.weights]
         edges = [sum(counts) * i // self.fragments for i in range(self.fragments + 1)]
-        begin = 0
+        ends = [0]  # of the pieces, among all values
         for weight, count in zip(self.weights, counts, strict=True):
+            begin = ends[-1]
             inside = sorted({edge - begin for edge in edges if begin < edge < begin + count})
             cuts = itertools.pairwise([0, *inside, count])
             flat = [slice(*cut) for cut in cuts] if inside else [None]
             self.pieces += [Piece(weight, part) for part in flat]
-            begin += count
-        ends = np.cumsum([piece.value.size for piece in self.pieces])
-        places = [0, *np.searchsorted(ends, edges[1:], "right").tolist()]
+            ends += [begin + stop for stop in (*inside, count)]
+        places = [0, *np.searchsorted(ends[1:], edges[1:], "right").tolist()]
         self._parts = list(itertools.starmap(slice, itertools.pairwise(places)))
 
     def _alike(self, name: str, of: Callable[[Any], Any]) -> list[Any]:
