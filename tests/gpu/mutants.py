@@ -115,8 +115,8 @@ RULES = {
             "staged.outputs[i] = place;",
         ),
         (
-            r"parts\[p\]\.outputs\[i\], staged\.outputs\[i\]",
-            "parts[0].outputs[i], staged.outputs[i]",
+            r"parts\[p\]\.outputs\[i\], slot\.staged",
+            "parts[0].outputs[i], slot.staged",
         ),
         (r"place \+= aligned\(part\.inputs\[i\]\.bytes\(\)\);", ""),
         (

@@ -37,7 +37,8 @@ void wait_for(Gpu& gpu, CudaStream stream, const Pause& pause) {
 // Page-locked memory that one part after the other uses.
 struct Slot {
   Memory memory;
-  Event in, out;  // after its copies
+  Request staged;  // the part that uses it now
+  Event in, out;   // after its copies
 };
 
 // The part, of which each piece is at its place in the slot.
@@ -72,20 +73,19 @@ Status run_parts(Gpu& gpu, Transport& host, const std::vector<Request>& parts,
       Slot& slot = slots[copied % kSlots];
       if (!slot.memory) held->push_back(slot.memory = gpu.pinned(bytes));
       if (slot.out) gpu.wait(in, slot.out);
-      const Request staged = in_slot(parts[copied], slot);
-      for (size_t i = 0; i < staged.inputs.size(); ++i) {
+      slot.staged = in_slot(parts[copied], slot);
+      for (size_t i = 0; i < parts[copied].inputs.size(); ++i) {
         const Input& input = parts[copied].inputs[i];
-        gpu.copy(staged.outputs[i], input.data, input.bytes(), in);
+        gpu.copy(slot.staged.outputs[i], input.data, input.bytes(), in);
       }
       slot.in = gpu.record(in);
     }
     Slot& slot = slots[p % kSlots];
     wait_for(gpu, slot.in, pause);
-    Request staged = in_slot(parts[p], slot);
-    status = host.run(staged, waiting);
+    status = host.run(slot.staged, waiting);
     if (!status.ok()) break;
-    for (size_t i = 0; i < staged.inputs.size(); ++i) {
-      gpu.copy(parts[p].outputs[i], staged.outputs[i], staged.inputs[i].bytes(), out);
+    for (size_t i = 0; i < parts[p].inputs.size(); ++i) {
+      gpu.copy(parts[p].outputs[i], slot.staged.outputs[i], parts[p].inputs[i].bytes(), out);
     }
     slot.out = gpu.record(out);
   }
