@@ -7,7 +7,9 @@ import tensorflow as tf
 from hvd_keras.auto.keep import read
 from hvd_keras.auto.places import ALL, FULL, ROOT, Dim, Dims, List, Node, Partial, Rows, Value
 from hvd_keras.auto.plan import Plan, need_of_list
+from hvd_keras.gradients import buckets
 from hvd_keras.ops.validate import raw
+from hvd_keras.runtime import settings
 
 _Attr = tf.compat.v1.AttrValue
 
@@ -44,12 +46,10 @@ class Side:
         """Return a tensor as a node needs it; what has to be sent for it has been sent."""
         if isinstance(need, Dims):
             return self._sizes(need.of, self._here, value.dtype, need.scalar)
+        if value.source is not None and need in (ROOT, value.place):
+            return self._have[id(value.source), need]
         if need == value.place or (need == ROOT and value.place == FULL):
-            need = ROOT if value.place == FULL else value.place
-            if (id(value), need) not in self._have:
-                assert value.source is not None
-                value = value.source
-            return self._have[id(value), need]
+            return self._have[id(value), ROOT if value.place == FULL else value.place]
         key = id(value), need
         if key not in self._have:
             self._have[key] = self._derive(value, need)
@@ -142,15 +142,11 @@ class Side:
         return list(new.outputs)
 
     def _mean(self, node: Node, inputs: list[Any]) -> list[Any]:
+        """Its summand: the mean of this rank's rows, times their share of the batch."""
         x, axes = inputs
-        place = node.inputs[0].place
         wide = tf.cast(x, tf.float32) if x.dtype.size < 4 else x
-        count: Any = self._rows * place.m
-        for axis in node.needs[1].of:
-            if axis != place.axis:
-                count = count * tf.shape(x, tf.int64)[axis]
-        total = tf.reduce_sum(wide, axes, keepdims=node.attr("keep_dims"))
-        return [tf.cast(total / tf.cast(count, wide.dtype), x.dtype)]
+        mean = tf.reduce_mean(wide, axes, keepdims=node.attr("keep_dims"))
+        return [tf.cast(mean * tf.cast(self._here / self._rows, wide.dtype), x.dtype)]
 
     def _shape(self, node: Node, inputs: list[Any]) -> list[Any]:
         sizes = tf.unstack(tf.shape(inputs[0], tf.int64), num=node.inputs[0].rank)
@@ -196,22 +192,23 @@ class Side:
             self._here = self._stop - self._start
 
     def _broadcast(self, values: list[Value], level: int) -> None:
-        mine = [self._get(v, ROOT) if self.is_root else tf.zeros(v.shape, v.dtype) for v in values]
-        if level == 0:
-            mine.insert(0, self._rows if self.is_root else tf.zeros([], tf.int64))
-        if mine:
-            got = self._call("broadcast", mine, f"{self.name}.{level}", root_rank=0)
-            if level == 0:
-                self._rows, got = (self._rows if self.is_root else got[0]), got[1:]
-            for value, tensor in zip(values, got, strict=True):
-                self._have[id(value), ALL] = self._get(value, ROOT) if self.is_root else tensor
+        for i, some in enumerate(_in_buckets(values) or [[]] * (level == 0)):
+            mine = [
+                self._get(v, ROOT) if self.is_root else tf.zeros(v.shape, v.dtype) for v in some
+            ]
+            if level == i == 0:
+                mine.append(self._rows if self.is_root else tf.zeros([], tf.int64))
+            got = self._call("broadcast", mine, f"{self.name}.{level}.{i}", root_rank=0)
+            got = mine if self.is_root else got
+            if level == i == 0:
+                self._rows = got.pop()
+            self._have.update({(id(v), ALL): t for v, t in zip(some, got, strict=True)})
 
     def _reduce(self, values: list[Value], level: int, kind: str, to: dict[str, int]) -> None:
         for op in ("Sum", "Max", "Min"):
-            some = [v for v in values if v.place == Partial(op)]
-            if some:
+            for i, some in enumerate(_in_buckets([v for v in values if v.place == Partial(op)])):
                 mine = [self._have[id(v), v.place] for v in some]
-                got = self._call(kind, mine, f"{self.name}.{level}.{op}", reduction=op, **to)
+                got = self._call(kind, mine, f"{self.name}.{level}.{op}.{i}", reduction=op, **to)
                 self._have.update({(id(v), ROOT): t for v, t in zip(some, got, strict=True)})
 
     def _scatter(self, value: Value, need: Rows, name: str) -> None:
@@ -246,3 +243,10 @@ class Side:
 
     def _call(self, kind: str, tensors: list[Any], name: str, **attrs: Any) -> list[Any]:
         return list(getattr(raw, f"hvd_{kind}")(tensors, tensor_name=name, process_set=0, **attrs))
+
+
+def _in_buckets(values: list[Value]) -> list[list[Value]]:
+    """Return values by the requests in which they travel, each as soon as all of it is there."""
+    sizes = [(v.shape.num_elements() or 1) * v.dtype.size for v in values]
+    filled = buckets.fill(sizes, settings.read().bucket_bytes)
+    return [[values[i] for i in bucket] for bucket in filled]

@@ -134,7 +134,9 @@ class Body:
 
     def __init__(self, graph: Any, inputs: list[Value]) -> None:
         self.inputs, self.nodes = inputs, list[Node]()
-        self._shapes = Shapes(inputs)
+        self._shapes = Shapes()
+        for value in inputs:
+            self._shapes.add(value)
         self.outputs = places.inlined(graph, inputs, self._place)
 
     def _place(self, op: Any, graph: Any, values: list[Value]) -> list[Value]:

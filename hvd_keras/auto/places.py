@@ -101,7 +101,7 @@ class Value:
         self.sym: np.ndarray[Any, Any] | None = None  # its numbers, if they are sizes
         self.is_uniform = False  # whether its rows are equal, so that rank 0 can make the whole
         self.is_everywhere = False  # whether all ranks compute it, though it is FULL
-        self.source: Value | None = None  # of an input's rows: the whole input
+        self.source: Value | None = None  # of rows that are sent: the whole on rank 0
 
     @property
     def rank(self) -> int:
@@ -126,6 +126,7 @@ class Node:
         self.outputs = [Value(self, i, t) for i, t in enumerate(op.outputs)]
         self.level = 0
         self.emit: str | None = None  # builds it in another way
+        self.sent: Rows | None = None  # where its output's rows are, if rank 0 sends them
         self.parts: Any = None  # of a loop: its body and its condition
 
     def attr(self, name: str) -> Any:

@@ -1,6 +1,8 @@
 """Places every tensor of a traced step: the rules applied to all its ops, calls inlined."""
 
+import math
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +14,7 @@ from hvd_keras.auto import loops, places
 from hvd_keras.auto.places import ALL, FULL, ROOT, SENT, Dim, Dims, List, Node, Partial, Rows, Value
 from hvd_keras.auto.rules import RULES
 from hvd_keras.auto.shapes import Shapes
-from hvd_keras.auto.sizes import evaluate
+from hvd_keras.auto.sizes import evaluate, fixed, shape_of
 
 # What may use any variable, out of sight.
 _OPAQUE = ("EagerPyFunc", "PyFunc", "PyFuncStateless")
@@ -31,13 +33,16 @@ _SMALL = 256  # numbers
 class Plan:
     """The ops of a function in rounds between which the ranks exchange tensors."""
 
-    def __init__(self, graph: Any, divided: list[bool], captured: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, graph: Any, divided: list[bool], captured: Sequence[Any] = (), rows: int = 0
+    ) -> None:
         """Place all ops.
 
         Args:
             graph: of the function.
             divided: which of its inputs have the rows of the batch on axis 0.
             captured: what the last inputs are in each call, if variables may be kept.
+            rows: those of a usual batch; 0: too many to keep any table on the first rank.
         """
         self.nodes: list[Node] = []
         self.whole: list[str] = []  # ops that need the rows of all ranks on the first one
@@ -45,14 +50,16 @@ class Plan:
         self.exchanges: dict[tuple[int, Any], tuple[int, str, Value]] = {}
         self._touched: dict[Any, int] = defaultdict(int)  # the last round that uses a resource
         self._floor = 0  # the last round of what may use any
+        self._batch = rows or sys.maxsize
         self._small: dict[int, bool] = {}
         self.inputs = [Value(None, i, t) for i, t in enumerate(graph.inputs)]
+        self._shapes = Shapes()
+        self._changed: set[Value] = set()  # resources that are not only read
+        places.inlined(graph, self.inputs, self._note_changed)
         arguments = []
         for value, is_divided in zip(self.inputs, divided, strict=True):
-            if is_divided:
-                self._exchange(value, Rows(0), 0, "scatter")
-            arguments.append(self._rows_of(value) if is_divided else value)
-        self._shapes = Shapes(arguments)
+            self._shapes.add(value)
+            arguments.append(self._rows_of(value, Rows(0)) if is_divided else value)
         self.outputs = places.inlined(graph, arguments, self._place_op)
         for value in self.outputs:
             self.level_of(value, ROOT)
@@ -69,22 +76,48 @@ class Plan:
         others = [n for n in self.nodes if n.type != "ReadVariableOp"]
         if any(n.type in _OPAQUE or (n.op.op_def.is_stateful and n.calls) for n in others):
             return  # what they assign is out of sight
-        used = {_origin(x) for n in others for x in n.inputs if x.dtype == tf.resource}
         first = len(self.inputs) - len(captured)
         handles = {x: captured[i] for i, x in enumerate(self.inputs[first:])}
-        self.assigned = [handles[x] for x in used if x in handles]
+        self.assigned = [handles[x] for x in self._changed if x in handles]
         for key, (level, kind, value) in self.exchanges.items():
             if kind != "broadcast" or value.node is None or value.node.type != "ReadVariableOp":
                 continue
             variable = _origin(value.node.inputs[0])
-            if variable in handles and variable not in used and value.shape.is_fully_defined():
+            unchanged = variable in handles and variable not in self._changed
+            if unchanged and value.shape.is_fully_defined():
                 self.exchanges[key] = level, "keep", value
                 self.kept[id(value)] = handles[variable], value
 
-    def _rows_of(self, value: Value) -> Value:
-        """Return an input as the ops see it: its rows, once they are sent."""
-        rows = Value(None, value.index, value, Rows(0))
-        rows.level, rows.source = 1, value
+    def _note_changed(self, op: Any, graph: Any, values: list[Value]) -> list[Value]:
+        if op.type != "ReadVariableOp":
+            self._changed.update(x for x in values if x.dtype == tf.resource)
+        return [Value(None, i, t) for i, t in enumerate(op.outputs)]
+
+    def _is_large(self, node: Node) -> bool:
+        """Whether a table changes in each step, and has more bytes than the rows it gives or gets.
+
+        Then it stays on rank 0, and its rows travel.
+        """
+        if node.type == "GatherV2":
+            table, ids, axis = node.inputs
+            read = _origin(table, "Cast").node
+            if read is None or read.type != "ReadVariableOp" or fixed(axis) != [0]:
+                return False
+            if not isinstance(ids.place, Rows) or _origin(read.inputs[0]) not in self._changed:
+                return False
+            whole, moved = table.shape.as_list(), shape_of(ids) + table.shape[1:].as_list()
+        else:
+            data, ids, count = node.inputs
+            sizes: list[Any] = fixed(count) or [None]
+            whole, moved = [*sizes, *data.shape[ids.rank :]], shape_of(data)
+        moved = [n.c * self._batch**n.k if isinstance(n, Dim) else n for n in moved]
+        return None not in (*whole, *moved) and math.prod(whole) > math.prod(moved)
+
+    def _rows_of(self, value: Value, place: Rows) -> Value:
+        """Return a tensor of rank 0 as the ops see it: its rows, once they are sent."""
+        rows = Value(None, value.index, value, place)
+        rows.level, rows.source = self._exchange(value, place, value.level, "scatter"), value
+        self._shapes.add(rows)
         return rows
 
     def _place_op(self, op: Any, graph: Any, values: list[Value]) -> list[Value]:
@@ -92,6 +125,8 @@ class Plan:
             raise places.WholeError(f"its input {op.name} is unknown")
         node = Node(op, values, graph)
         self.place(node)
+        if node.sent is not None:
+            return [self._rows_of(node.outputs[0], node.sent)]
         if "While" not in op.type:
             return node.outputs
         # A variable is the same afterwards.
@@ -150,6 +185,9 @@ class Plan:
             return [FULL]
         if node.type in ("While", "StatelessWhile"):
             return loops.place_while(self, node)
+        if node.type in ("GatherV2", "UnsortedSegmentSum") and self._is_large(node):
+            node.sent = node.inputs[1].place if node.type == "GatherV2" else None
+            return [FULL]
         found = loops.uniform(node)
         for value in node.outputs:
             value.is_uniform = found is not None
@@ -200,6 +238,8 @@ class Plan:
             return value.level
         if need == ALL and value.is_everywhere:
             return value.level
+        if need == ROOT and value.source is not None:
+            return value.source.level
         if isinstance(need, List) and place in (FULL, List(None)) and node is not None:
             if place == List(None):
                 return value.level
@@ -259,8 +299,8 @@ def _line_of(op: Any) -> str:
     return ""
 
 
-def _origin(value: Value) -> Value:
-    while value.node is not None and value.node.type == "Identity":
+def _origin(value: Value, *through: str) -> Value:
+    while value.node is not None and value.node.type in ("Identity", *through):
         value = value.node.inputs[0]
     return value
 

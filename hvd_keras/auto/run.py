@@ -94,7 +94,7 @@ class Divided:
             self._tell(f"without a fixed number of rows it fails: {_first_line(error)}")
             return None
         try:
-            plan, taken = planned(traced)
+            plan, taken = planned(traced, rows)
             run = _build(plan, traced, taken)
         except (WholeError, UnknownError) as why:
             self._tell(str(why))
@@ -114,7 +114,7 @@ class Divided:
         return run
 
 
-def planned(traced: Any) -> tuple[Plan, int]:
+def planned(traced: Any, rows: int) -> tuple[Plan, int]:
     """Return the plan of a traced function, and how many tensors it takes; or raise WholeError."""
     graph = traced.graph
     taken = len(graph.inputs) - len(traced.captured_inputs)
@@ -122,7 +122,7 @@ def planned(traced: Any) -> tuple[Plan, int]:
         i < taken and bool(t.shape.rank) and t.shape[0] is None and t.dtype.name in SENT
         for i, t in enumerate(graph.inputs)
     ]
-    return Plan(graph, divided, traced.captured_inputs), taken
+    return Plan(graph, divided, traced.captured_inputs, rows), taken
 
 
 def _build(plan: Plan, traced: Any, taken: int) -> Callable[[list[Any]], Any]:

@@ -10,11 +10,14 @@ from hvd_keras.auto.places import Dim, Node, Value
 class Shapes:
     """A graph that never runs, whose ops are those of the step."""
 
-    def __init__(self, inputs: list[Value]) -> None:
+    def __init__(self) -> None:
         self._graph = tf.Graph()
         self._have: dict[int, Any] = {}
-        for value in inputs:
-            self._placeholder(value)
+
+    def add(self, value: Value) -> None:
+        """Take the shape of a value as it is."""
+        with self._graph.as_default():
+            self._have[id(value)] = tf.compat.v1.placeholder(value.dtype, value.shape)
 
     def infer(self, node: Node, inputs: list[Value]) -> None:
         """Set the shapes of a node's outputs."""
@@ -32,15 +35,11 @@ class Shapes:
             tensors = list(new.outputs)
         for value, tensor in zip(node.outputs, tensors, strict=True):
             if tensor is None:
-                self._placeholder(value)
+                self.add(value)
                 continue
             tensor.set_shape(value.shape)
             value.shape = tensor.shape
             self._have[id(value)] = tensor
-
-    def _placeholder(self, value: Value) -> None:
-        with self._graph.as_default():
-            self._have[id(value)] = tf.compat.v1.placeholder(value.dtype, value.shape)
 
     def _sizes(self, value: Value) -> Any:
         with self._graph.as_default():

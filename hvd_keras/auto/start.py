@@ -87,13 +87,7 @@ def auto(scale_batch: bool = False, np: int | None = None, hosts: str | None = N
 
 
 def prepare(model: Any) -> Any:
-    """Let all ranks train a model together, in a script of one process; see ``hvd.auto``.
-
-    Args:
-        model: a ``keras.Model``.
-
-    Returns:
-        The same model.
+    """Let all ranks train a ``keras.Model`` together, in a script of one process; returns it.
 
     Raises:
         RuntimeError: as ``hvd.auto``.

@@ -144,7 +144,7 @@ class Both:
         return [set(re.findall(r"(\w+) \(\w+\.py:\d+\)", line)) for line in told]
 
 
-QUICK = ["arrays", "losses", "custom", "whole", "files"]
+QUICK = ["arrays", "losses", "custom", "whole", "files", "tables"]
 
 
 @pytest.fixture(

@@ -145,6 +145,22 @@ def words():
     keras.distribution.set_distribution(None)
 
 
+def tables():
+    """Tables that are larger than the rows of a batch, of which some repeat; one is frozen."""
+    words = random.integers(-40, 40, (70, 7)) % 3000  # few, the last ones too
+    for optimizer in ("sgd", "adam", keras.optimizers.SGD(0.1, momentum=0.5, clipnorm=0.1)):
+        keras.utils.set_random_seed(1)
+        word = keras.Input((7,), dtype="int32")
+        frozen = keras.layers.Embedding(3000, 4, trainable=False)(word)
+        both = keras.layers.Concatenate()([keras.layers.Embedding(3000, 8)(word), frozen])
+        top = keras.layers.Dense(1)(keras.layers.GlobalAveragePooling1D()(both))
+        net = keras.Model(word, top)
+        net.compile(optimizer, "mse", metrics=["mae"])
+        fit = net.fit(words, y, 23, 2, validation_split=0.2, verbose=0)
+        show("tables", net, fit.history)
+        print("rows", net.predict(words, 23, verbose=0).sum())
+
+
 class Pair(keras.Model):
     """Two models and two optimizers, as a GAN has them."""
 

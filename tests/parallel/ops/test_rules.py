@@ -12,6 +12,7 @@ import hvd_keras as hvd
 from hvd_keras.auto import rules, worker
 from hvd_keras.auto.emit import Side
 from hvd_keras.auto.plan import Plan
+from hvd_keras.auto.run import planned
 
 pytestmark = pytest.mark.ranks(2, 3)
 
@@ -278,3 +279,27 @@ def test_every_rule_has_been_divided():
     """It runs last in this file."""
     missing = set(rules.RULES) - divided
     assert sorted(missing) == []
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_a_table_larger_than_its_rows_stays_on_the_first_rank(optimizer):
+    layers = [keras.layers.Embedding(500, 4), keras.layers.Flatten(), keras.layers.Dense(1)]
+    net = keras.Sequential([keras.Input((7,), dtype="int32"), *layers])
+    net.compile(optimizer, "mse")
+    net.optimizer.build(net.trainable_variables)
+    words, labels = tf.TensorSpec([None, 7], tf.int32), tf.TensorSpec([None, 1])
+
+    def sent(function, spec, rows):
+        traced = tf.function(function, autograph=False).get_concrete_function(spec)
+        plan, _ = planned(traced, rows)
+        assert not plan.whole
+        found = [(kind, v.shape.as_list()) for _, kind, v in plan.exchanges.values()]
+        return {kind for kind, shape in found if shape == [500, 4]}
+
+    def train(data):
+        return net.train_step(data)
+
+    # 32 rows have 896 of the table's 2,000 numbers, 100 rows 2,800.
+    assert not sent(train, (words, labels), 32)
+    assert sent(train, (words, labels), 100) >= {"broadcast"}
+    assert sent(lambda data: net(data), words, 32) == {"keep"}
