@@ -1,5 +1,9 @@
 """Options of compile and fit: N ranks train as one process does."""
 
+import pathlib
+import re
+import sys
+
 import keras
 import numpy as np
 import pytest
@@ -278,3 +282,46 @@ def test_a_strategy_of_tensorflow_is_refused() -> None:
 
     with pytest.raises(ValueError, match="a OneDeviceStrategy is in force"):
         strategy.run(step)
+
+
+@pytest.mark.ranks(2)
+def test_the_way_of_a_gradient_is_the_documented_one() -> None:
+    home = pathlib.Path(hvd.__file__).parent
+    shape = (7, 5)  # of the gradient that is followed
+    files, returns = [], 0
+
+    def has_it(value, depth=3) -> bool:
+        if isinstance(value, (list, tuple)):
+            return depth > 0 and any(has_it(part, depth - 1) for part in value)
+        return isinstance(value, tf.Tensor) and value.shape == shape
+
+    def follow(frame, event, _) -> None:
+        nonlocal returns
+        path = pathlib.Path(frame.f_code.co_filename)
+        if event != "call" or home not in path.parents or frame.f_code.co_name[0] == "<":
+            return
+        begins = frame.f_code.co_name == "_apply"  # before, the weights are broadcast
+        if (files or begins) and any(map(has_it, list(frame.f_locals.values()))):
+            if path not in files:
+                files.append(path)
+            stack, outer = [], frame.f_back
+            while outer:
+                stack.append(pathlib.Path(outer.f_code.co_filename))
+                outer = outer.f_back
+            ours = [one for one in stack if home in one.parents]
+            returns += path in ours and path != ours[0]  # it had left this file
+
+    model = keras.Sequential([keras.Input((7,)), keras.layers.Dense(5)])
+    model.compile(hvd.DistributedOptimizer(optimizers.SGD(0.1)), "mse")
+    x, y = np.full((8, 7), RANK + 1.0, "float32"), np.ones((8, 5), "float32")
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    sys.setprofile(follow)
+    try:
+        model.fit(x, y, batch_size=8, verbose=0, callbacks=[broadcast])
+    finally:
+        sys.setprofile(None)
+    text = (home.parent / "docs" / "architecture.md").read_text()
+    shown = re.findall(r"^ +\d+  hvd_keras/(\S+)", text, re.MULTILINE)
+    assert [str(path.relative_to(home)) for path in files] == shown
+    assert len(files) <= 9
+    assert returns <= 2
