@@ -57,9 +57,6 @@ class Side:
 
     def _derive(self, value: Value, need: Any) -> Any:
         node = value.node
-        if need == ROOT and value.is_uniform:
-            assert node is not None
-            return self._copy(node, [self._get(x, ROOT) for x in node.inputs])[0]
         if isinstance(need, List):
             if value.place == List(None):
                 return self._have[id(value), value.place]
@@ -109,7 +106,8 @@ class Side:
             build = getattr(self, f"_{node.emit}") if node.emit else self._copy
             outputs = build(node, inputs)
         for value, tensor in zip(node.outputs, outputs, strict=True):
-            self._have[id(value), ROOT if value.place == FULL else value.place] = tensor
+            of = value.source or value
+            self._have[id(of), ROOT if value.place == FULL else value.place] = tensor
             if value.is_everywhere:
                 self._have[id(value), ALL] = tensor
 

@@ -99,9 +99,8 @@ class Value:
         self.dtype, self.shape = tensor.dtype.base_dtype, tensor.shape
         self.level = 0  # how many rounds of messages come before it
         self.sym: np.ndarray[Any, Any] | None = None  # its numbers, if they are sizes
-        self.is_uniform = False  # whether its rows are equal, so that rank 0 can make the whole
         self.is_everywhere = False  # whether all ranks compute it, though it is FULL
-        self.source: Value | None = None  # of rows that are sent: the whole on rank 0
+        self.source: Value | None = None  # of rows: the whole, which rank 0 has
 
     @property
     def rank(self) -> int:

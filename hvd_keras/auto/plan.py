@@ -166,8 +166,6 @@ class Plan:
             node.inputs, node.emit = inputs, None
             node.needs = [ROOT] * len(inputs)
             placed = [FULL] * len(node.outputs)
-            for value in node.outputs:
-                value.is_uniform = False
             self._note_whole(node)
         node.level = max(
             self.level_of(x, need) for x, need in zip(node.inputs, node.needs, strict=True)
@@ -189,14 +187,22 @@ class Plan:
             node.sent = node.inputs[1].place if node.type == "GatherV2" else None
             return [FULL]
         found = loops.uniform(node)
-        for value in node.outputs:
-            value.is_uniform = found is not None
-        if found is None and node.type in RULES:
+        if found is not None:
+            self._make_whole_too(node)
+        elif node.type in RULES:
             found = RULES[node.type](node)
         if found is None:
             raise places.UnknownError
         node.needs = list(found[0])
         return found[1]
+
+    def _make_whole_too(self, node: Node) -> None:
+        """Let rank 0 compute the whole of equal rows, if something needs it."""
+        whole = Node(node.op, node.inputs, node.graph)
+        whole.level = max(self.level_of(x, ROOT) for x in whole.inputs)
+        whole.outputs[0].level = whole.level
+        self.nodes.append(whole)
+        node.outputs[0].source = whole.outputs[0]
 
     def _note_whole(self, node: Node) -> None:
         """Note an op that gets gathered rows, unless it updates a variable with them."""
@@ -222,7 +228,7 @@ class Plan:
         is_sum = isinstance(value.place, Partial)
         if None in sizes and not (need == ALL and (is_sum or self.is_repeated(value))):
             raise places.UnknownError
-        if (isinstance(need, Partial) or value.is_uniform) and value.place != FULL:
+        if isinstance(need, Partial) and value.place != FULL:
             raise places.UnknownError
 
     def _exchange(self, value: Value, need: Any, level: int, kind: str) -> int:
@@ -238,8 +244,6 @@ class Plan:
             return value.level
         if need == ALL and value.is_everywhere:
             return value.level
-        if need == ROOT and value.source is not None:
-            return value.source.level
         if isinstance(need, List) and place in (FULL, List(None)) and node is not None:
             if place == List(None):
                 return value.level
@@ -248,12 +252,11 @@ class Plan:
         if isinstance(place, List) or (place != FULL and value.dtype.name not in SENT):
             raise places.WholeError(f"{node.type if node else 'an input'} makes a list of rows")
         level = value.level
-        if place != FULL:
-            if value.is_uniform:
-                assert node is not None
-                if need != ROOT:
-                    raise places.WholeError(f"{node.type} is needed in two ways")
-                return max(self.level_of(x, ROOT) for x in node.inputs)
+        if value.source is not None:
+            level = value.source.level
+            if need == ROOT:
+                return level
+        elif place != FULL:
             is_sum = isinstance(place, Partial)
             level = self._exchange(value, ROOT, value.level, "reduce" if is_sum else "gather")
             if need == ALL and is_sum:
