@@ -59,7 +59,7 @@ def placed(model: Any, of: str, target: str) -> tuple[str, list[str]]:
     specs = [tf.TensorSpec([None, *part.shape[1:]], part.dtype) for part in batch]
     step = function(lambda *data: model.train_step(data), autograph=False)
     try:
-        plan, _ = planned(step.get_concrete_function(*specs))
+        plan, _ = planned(step.get_concrete_function(*specs), 0)
     except WholeError as why:
         return "whole", [str(why)]
     except Exception as error:
