@@ -17,6 +17,16 @@ _WORTH = 5
 
 Way = Callable[[], Any]
 
+_has_tried = False  # to divide any function
+
+
+def _tell_untried() -> None:
+    if not _has_tried:
+        log.warn_once(
+            "hvdrun --auto: one process has computed all steps. They took too little time to try "
+            f"whether {rank_info.size()} ranks are faster."
+        )
+
 
 class Pace:
     """Of one trace of a function."""
@@ -29,12 +39,15 @@ class Pace:
         self._together: list[float] = []
         self._divided: Callable[[list[Any]], Any] | None = None
         self._is_chosen = False
+        atexit.register(_tell_untried)
 
     def step(self, tensors: list[Any], rows: int, whole: Way, divide: Way) -> Any:
         """Take a step with these tensors in one of two ways; ``divide`` returns the second."""
         always = settings.read().always_divides
         first, *others = self._alone or [0.0]
         is_due = always or (len(others) >= _STEPS and sum(others) >= _WORTH * first)
+        global _has_tried
+        _has_tried |= is_due
         if is_due and self._divided is None and not self._is_chosen:
             self._divided = divide()
             self._is_chosen = always or self._divided is None

@@ -241,6 +241,18 @@ def test_the_faster_way_is_kept_and_told(launcher: Launcher) -> None:
     alone, together = map(float, re.findall(r"takes? ([\d.e+]+) ms", line))
     assert ("divides the" in line) == (together <= alone), line
     assert ("one process is faster in the" in line) == (together > alone), line
+    assert "too little time" not in job.stderr
+
+
+def test_a_job_that_is_too_short_to_be_divided_says_so(launcher: Launcher) -> None:
+    script = """
+    import tensorflow as tf
+    step = tf.function(lambda x: tf.reduce_sum(x))
+    print(float(step(tf.ones([8]))))
+    """
+    job = auto(launcher, 2, launcher.script(script), divides=False)
+    assert (job.returncode, job.stdout) == (0, "8.0\n"), job.stderr
+    assert job.stderr.count("too little time to try whether 2 ranks are faster") == 1
 
 
 # Prints losses before and after an interrupt, and after the death of a worker.
