@@ -24,7 +24,6 @@ from hvd_keras.launch.onhost.channel import new_secret
 from hvd_keras.launch.onhost.process import die_with_parent
 from hvd_keras.launch.start.dialects import Plan
 from hvd_keras.launch.start.hosts import Placement
-from hvd_keras.launch.start.network import own_addresses
 
 # What `input()` raises.
 _NO_INPUT = "EOFError: EOF when reading a line"
@@ -108,22 +107,8 @@ class Job:
     def _prepare(self) -> Plan:
         """Listen to the workers, and make the files that mpirun needs."""
         spec, options, placement = self._spec, self._options, self._placement
-        is_first, secret = spec.statistics.starts == 1, new_secret()
-        call = None if options.call is None else Path(options.call[1])
-        self._ranks = Ranks(
-            placement.size,
-            [] if spec.is_local else own_addresses(options.network_interface, self._hosts),
-            secret,
-            float("inf") if spec.is_local else options.start_timeout,
-            self._directory,
-            placement.names,
-            self._output,
-            spec.statistics,
-            self._signals.changed.set,
-            is_first,  # a restart has no input, because an earlier start has consumed it
-            call,
-            options.bind,
-        )
+        secret, changed = new_secret(), self._signals.changed.set
+        self._ranks = Ranks(spec, placement, self._directory, secret, self._output, changed)
         names = self._directory, self._number, secret, self._ranks.addresses
         planned = spec.plan(placement, *names)
         for path, text in planned.files.items():
@@ -131,10 +116,10 @@ class Job:
             path.chmod(0o700)
         if options.verbose:
             self._output.write_raw(f"{planned.describe()}\n".encode())
-        elif sys.stderr.isatty() and is_first:
+        elif sys.stderr.isatty() and spec.statistics.starts == 1:
             say(placement.describe())
-        if call is not None:
-            Path(call, STARTED).touch()
+        if options.call is not None:
+            Path(options.call[1], STARTED).touch()
         # What the workers are to start, as `Worker` takes it.
         start = {
             "command": list(spec.command),

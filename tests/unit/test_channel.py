@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from hvd_keras.agents.link import Link
+from hvd_keras.launch import job_spec
 from hvd_keras.launch.follow.output import Destination, Output
 from hvd_keras.launch.follow.ranks import UNPROVEN, Ranks
-from hvd_keras.launch.follow.statistics import Statistics
 from hvd_keras.launch.follow.supervise import Signals
 from hvd_keras.launch.onhost import limits
 from hvd_keras.launch.onhost.channel import (
@@ -36,6 +36,8 @@ from hvd_keras.launch.onhost.channel import (
 )
 from hvd_keras.launch.onhost.process import ask_to_end, private_folder
 from hvd_keras.launch.onhost.worker import FUNCTION
+from hvd_keras.launch.options import parse
+from hvd_keras.launch.start.hosts import Host, Placement
 from hvd_keras.launch.start.remote_shell import RemoteShell
 from tests.harness import launcher
 
@@ -145,13 +147,14 @@ async def test_a_message_that_is_too_long_is_refused() -> None:
     worker.end()
 
 
-async def listen(
-    folder: Path, size: int, call: Path | None = None
-) -> tuple[Ranks, tuple[str, int]]:
+async def listen(folder: Path, size: int, *call: Path) -> tuple[Ranks, tuple[str, int]]:
     """A job of so many ranks that waits for its workers, and its address."""
+    options = ["-H", f"here:{size}", "--network-interface", "lo", "--start-timeout", "900"]
+    options += [word for path in call for word in ("--call", str(os.getpid()), str(path))]
+    spec = job_spec.build(parse([*options, "true"], ()))
+    placement = Placement([Host("here", size)], {})
     output = Output(True, None, False, Signals())
-    told = (output, Statistics(), lambda: None, False, call)
-    ranks = Ranks(size, ["127.0.0.1"], SECRET, launcher.LIMIT, folder, {}, *told, True)
+    ranks = Ranks(spec, placement, folder, SECRET, output, lambda: None)
     host, _, port = ranks.addresses.rpartition(":")
     ranks.open({"command": ["true"], "environment": {}})
     return ranks, (host, int(port))
@@ -256,7 +259,7 @@ async def test_hvdrun_sends_to_a_worker_whose_output_has_to_wait(tmp_path: Path)
 @in_loop
 async def test_what_hvdrun_cannot_keep_ends_the_job(tmp_path: Path) -> None:
     (tmp_path / FUNCTION).write_bytes(b"pickle")
-    ranks, address = await listen(tmp_path, 1, call=tmp_path)
+    ranks, address = await listen(tmp_path, 1, tmp_path)
     _, link = await join(address)
     shutil.rmtree(tmp_path)  # stands for a full disk
     link.send(result=base64.b64encode(b"pickle").decode())
@@ -325,7 +328,7 @@ def test_mpiruns_daemon_takes_no_folder_that_another_user_has_made(tmp_path: Pat
 async def test_a_function_waits_for_slow_workers_where_it_is(tmp_path: Path) -> None:
     """hvdrun does not keep a copy for each rank."""
     (tmp_path / FUNCTION).write_bytes(bytes(64 << 20))
-    ranks, address = await listen(tmp_path, 1, call=tmp_path)
+    ranks, address = await listen(tmp_path, 1, tmp_path)
     worker, _ = await join(address)
     await until(lambda: ranks.reports[0].started)
     await asyncio.sleep(0.5)

@@ -18,12 +18,14 @@ from typing import Any
 from hvd_keras.launch.errors import refusing
 from hvd_keras.launch.follow.outcome import Report, names_and_hosts
 from hvd_keras.launch.follow.output import Output
-from hvd_keras.launch.follow.statistics import Statistics
 from hvd_keras.launch.follow.supervise import wait_for
+from hvd_keras.launch.job_spec import JobSpec
 from hvd_keras.launch.onhost import channel, limits
 from hvd_keras.launch.onhost.channel import PIECE, Connection, ProtocolError, silence
 from hvd_keras.launch.onhost.cores import may_be_divided, thread_settings
 from hvd_keras.launch.onhost.worker import FUNCTION, RESULT
+from hvd_keras.launch.start.hosts import Placement
+from hvd_keras.launch.start.network import own_addresses
 
 # How many connections may be open that have not proved to belong to the job; further ones wait to
 # be accepted.
@@ -47,38 +49,36 @@ class Ranks:
     """The ranks of a job.
 
     Until all ranks have connected, listens on addresses of this host, on a port that the system
-    chooses; without addresses, on a Unix socket in the directory, where only this user can connect.
-    A connection that does not prove knowledge of the secret is closed.
+    chooses; in a job on this host, on a Unix socket in the directory, where only this user can
+    connect. A connection that does not prove knowledge of the secret is closed.
     """
 
-    size: int
-    listen_at: Sequence[str]
-    secret: str
-    start_timeout: float  # seconds
+    spec: JobSpec
+    placement: Placement
     directory: Path
-    names: Mapping[str, str]  # the user's names of the hosts, by their own
+    secret: str
     output: Output
-    statistics: Statistics  # takes what the ranks tell of themselves
     changed: Callable[[], None]  # is called when something happens that may end the job
-    has_input: bool  # standard input goes to rank 0
-    call: Path | None  # the folder of a call of `hvd_keras.run`
-    binds: bool  # ranks of a host get cores of their own
     problem: str = ""  # why the job cannot go on, if the reports do not tell
 
     def __post_init__(self) -> None:
+        given, self.size = self.spec.options, self.placement.size
         self.reports = [Report(rank, started=False) for rank in range(self.size)]
-        self._listeners = [socket.create_server((address, 0)) for address in self.listen_at]
-        if not self.listen_at:
-            listener = socket.socket(socket.AF_UNIX)
+        if self.spec.is_local:
+            self._listeners = [socket.socket(socket.AF_UNIX)]
             message = f"cannot make a socket in {self.directory}"
             advice = "; set TMPDIR to one on another file system"
             with refusing(message, advice), channel.in_folder(self.directory) as folder:
-                listener.bind(f"{folder}/{SOCKET}")
-            listener.listen(socket.SOMAXCONN)
-            self._listeners.append(listener)
+                self._listeners[0].bind(f"{folder}/{SOCKET}")
+            self._listeners[0].listen(socket.SOMAXCONN)
+        else:
+            names = [host.name for host in self.placement.hosts]
+            own = own_addresses(given.network_interface, names)
+            self._listeners = [socket.create_server((address, 0)) for address in own]
         self._peers: dict[int, _Peer] = {}  # by rank
         self._accepting: list[asyncio.Task[None]] = []
         self._serving: set[asyncio.Task[None]] = set()
+        self.call = None if given.call is None else Path(given.call[1])  # of `hvd_keras.run`
         self._function = b""
         if self.call is not None:
             self._function = (self.call / FUNCTION).read_bytes()
@@ -90,7 +90,7 @@ class Ranks:
     @property
     def addresses(self) -> str:
         """Where the workers reach us, in the form that `connect` takes."""
-        if not self.listen_at:
+        if self.spec.is_local:
             return str(self.directory / SOCKET)
         names = [listener.getsockname() for listener in self._listeners]
         return ",".join(f"{host}:{port}" for host, port in names)
@@ -99,7 +99,8 @@ class Ranks:
         """Wait for the workers, and let all of them start this, as `Worker` takes it."""
         self._start = start
         self._checked = time.monotonic()
-        self._limit = self._checked + self.start_timeout
+        patience = float("inf") if self.spec.is_local else self.spec.options.start_timeout
+        self._limit = self._checked + patience
         for listener in self._listeners:
             listener.setblocking(False)
             self._accepting.append(asyncio.create_task(self._accept(listener)))
@@ -187,7 +188,7 @@ class Ranks:
                 self.changed()
             elif "statistics" in notice:
                 host = report.host or socket.gethostname()
-                self.statistics.take(report.rank, host, notice["statistics"])
+                self.spec.statistics.take(report.rank, host, notice["statistics"])
         elif "input_was_read" in message:
             self._input_was_read.put_nowait(message["input_was_read"])
         elif "orphan" in message:
@@ -208,7 +209,7 @@ class Ranks:
             report.by_signal = message["report"]["by_signal"]
             if report.status == 0 and not report.phase:
                 # mpirun may know that it has left MPI without a word.
-                peer.send(end="watch" if self.listen_at else "now")
+                peer.send(end="now" if self.spec.is_local else "watch")
             self.changed()
 
     def release(self) -> None:
@@ -224,7 +225,7 @@ class Ranks:
             raise ProtocolError(f"rank {rank} is not expected")
         peer.cores, peer.mask, peer.is_here = cores, mask, host == socket.gethostname()
         self._peers[rank] = peer
-        peer.report = self.reports[rank] = Report(rank, host=self.names.get(host, host))
+        peer.report = self.reports[rank] = Report(rank, host=self.placement.names.get(host, host))
         if len(self._peers) == self.size:
             self._limit = float("inf")
             self._stop_accepting()
@@ -235,11 +236,12 @@ class Ranks:
         for report in self.reports:
             ranks.setdefault(report.host, []).append(report.rank)
         chosen = os.environ | self._start["environment"]
+        is_restart = self.spec.statistics.starts > 1  # an earlier start has consumed the input
         for there in ranks.values():
             peers = [self._peers[rank] for rank in there]
             usable = min(peer.cores for peer in peers)
             masks = [peer.mask for peer in peers]
-            is_divided = self.binds and may_be_divided(masks, usable, chosen)
+            is_divided = self.spec.options.bind and may_be_divided(masks, usable, chosen)
             for index, peer in enumerate(peers):
                 threads = thread_settings(
                     len(there), os.environ, peer.cores, several_hosts=len(ranks) > 1
@@ -248,9 +250,9 @@ class Ranks:
                 part = [index, len(there)] if is_divided else None
                 start = {**self._start, "environment": environment, "part": part}
                 self._do(self._start_one(peer, start))
-                if peer.report.rank > 0 or not self.has_input:
+                if peer.report.rank > 0 or is_restart:
                     peer.send(input="")
-        if self.has_input:
+        if not is_restart:
             self._forward_input()
 
     async def _start_one(self, peer: _Peer, start: Mapping[str, Any]) -> None:
@@ -311,10 +313,8 @@ class Ranks:
         if now > self._limit:
             self._limit = float("inf")
             missing = [str(report.rank) for report in self.reports if not report.started]
-            self.problem = (
-                f"rank {', '.join(missing)} did not connect within {self.start_timeout:.0f} s "
-                "(--start-timeout)"
-            )
+            within = f"within {self.spec.options.start_timeout} s (--start-timeout)"
+            self.problem = f"rank {', '.join(missing)} did not connect {within}"
         return bool(self.problem) or any(
             report.lost or report.orphaned < float("inf") for report in self.reports
         )

@@ -75,76 +75,106 @@ def early(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not _LATE.fullmatch(name)}
 
 
-def address_of(salt: str, order: Mapping[str, Any], environment: Mapping[str, str]) -> str:
-    """Return the address of the server whose forks are as a new process of this one would be.
+class Server:
+    """The server of this host whose forks are as new processes of this one would be.
 
-    It needs no file. Raises OSError if this process cannot know all that matters.
-
-    Args:
-        salt: a text known to the jobs that share the server.
-        order: what `run_job` describes.
-        environment: that of a rank.
+    `salt` is known to the jobs that share it, `order` is what `run_job` describes, `environment`
+    that of a rank. Raises OSError if this process cannot know all that matters.
     """
-    this, found = Path("/proc/self"), early(environment)
-    if "PYTHONPATH" in found:
-        folders = found["PYTHONPATH"].split(":")
-        found["PYTHONPATH"] = ":".join(os.path.join(order["directory"], x) for x in folders)
-    options = order["command"][: len(order["command"]) - len(_words(order["command"]))]
-    same = [salt, options, sorted(found.items()), os.stat("/").st_ino, os.stat(__file__).st_mtime]
-    same += [os.sched_getscheduler(0), *map(resource.getrlimit, range(16))]
-    same += [os.getpriority(os.PRIO_PROCESS, 0), _STATUS.findall((this / "status").read_text())]
-    same += [(this / name).read_text() for name in ("cgroup", "personality", "oom_score_adj")]
-    same += [os.readlink(path) for path in sorted((this / "ns").iterdir())]
-    return f"\0hvdrun-{os.geteuid()}-{hashlib.sha256(repr(same).encode()).hexdigest()}"
 
+    def __init__(
+        self, salt: str, order: Mapping[str, Any], environment: Mapping[str, str]
+    ) -> None:
+        self._order, self._environment = order, environment
+        this, found = Path("/proc/self"), early(environment)
+        if "PYTHONPATH" in found:
+            folders = found["PYTHONPATH"].split(":")
+            found["PYTHONPATH"] = ":".join(os.path.join(order["directory"], x) for x in folders)
+        self._words = _words(order["command"])
+        self._python = order["command"][: len(order["command"]) - len(self._words)]
+        same = [salt, self._python, sorted(found.items())]
+        same += [os.stat("/").st_ino, os.stat(__file__).st_mtime]
+        same += [os.sched_getscheduler(0), *map(resource.getrlimit, range(16))]
+        same += [os.getpriority(os.PRIO_PROCESS, 0), _STATUS.findall((this / "status").read_text())]
+        same += [(this / name).read_text() for name in ("cgroup", "personality", "oom_score_adj")]
+        same += [os.readlink(path) for path in sorted((this / "ns").iterdir())]
+        # It needs no file.
+        digest = hashlib.sha256(repr(same).encode()).hexdigest()
+        self._address = f"\0hvdrun-{os.geteuid()}-{digest}"
 
-def start(
-    address: str,
-    order: Mapping[str, Any],
-    environment: Mapping[str, str],
-    modules: Mapping[str, str | None],
-    *,
-    delay: float = 0.0,
-    idle: float,
-) -> socket.socket | None:
-    """Start this host's server at an address, unless it has one, or cannot fork the command.
+    def start(
+        self,
+        environment: Mapping[str, str],
+        modules: Mapping[str, str | None],
+        *,
+        delay: float = 0.0,
+        idle: float,
+    ) -> socket.socket | None:
+        """Start it with this environment; returns a connection that keeps it.
 
-    Args:
-        address: of `address_of`.
-        order: as there.
-        environment: that of the server.
-        modules: what to import, and from which files; None: from any.
-        delay: seconds until the imports, which then leave the processor to others.
-        idle: how many seconds after its last connection it ends.
-
-    Returns:
-        A connection that keeps it; None if none was started.
-    """
-    command: list[str] = order["command"]
-    words = _words(command)
-    if not words:
-        return None
-    with _socket() as listener:
-        try:
-            listener.bind(address)
-        except OSError:  # another worker has started it
+        None if it is there already, or cannot fork the command. It imports the `modules`, from
+        these files if they are named, after `delay` seconds, and then leaves the processor to
+        others. It ends `idle` seconds after its last connection.
+        """
+        if not self._words:
             return None
-        listener.listen(socket.SOMAXCONN)
-        options = command[1 : len(command) - len(words)]
-        room = "." * (_ROOM + sum(len(os.fsencode(f"{k}={v}")) for k, v in environment.items()))
-        words = [str(delay), str(idle), json.dumps(modules), "." * _ROOM]
-        subprocess.Popen(
-            [command[0], *options, *program("launch.onhost.fork_server")[3:], *words],
-            cwd=order["directory"],
-            env={**environment, _FILL: room},
-            stdin=listener.fileno(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # it outlives the job's first start
-        )
-    connection = _socket()
-    connection.connect(address)
-    return connection
+        with _socket() as listener:
+            try:
+                listener.bind(self._address)
+            except OSError:  # another worker has started it
+                return None
+            listener.listen(socket.SOMAXCONN)
+            room = _ROOM + sum(len(os.fsencode(f"{k}={v}")) for k, v in environment.items())
+            words = [str(delay), str(idle), json.dumps(modules), "." * _ROOM]
+            subprocess.Popen(
+                [*self._python, *program("launch.onhost.fork_server")[3:], *words],
+                cwd=self._order["directory"],
+                env={**environment, _FILL: "." * room},
+                stdin=listener.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # it outlives the job's first start
+            )
+        connection = _socket()
+        connection.connect(self._address)
+        return connection
+
+    def fork(self, streams: Sequence[int], patience: float = SERVER_ANSWER) -> "Child | None":
+        """Have it start a rank with these standard streams; None without an answer in time."""
+        # MPICH's ranks talk to mpirun through a descriptor that they inherit.
+        there = [n for n in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{n}")]
+        inherited = [n for n in map(int, there) if n > 2 and os.get_inheritable(n)]
+        rank = {
+            "descriptors": [0, 1, 2, *inherited],
+            "environment": dict(self._environment),
+            "cores": list(os.sched_getaffinity(0)),
+            "ignored": [n for n in signal.valid_signals() if signal.getsignal(n) == signal.SIG_IGN],
+        }
+        connection = _socket()
+        connection.settimeout(patience)
+        try:
+            connection.connect(self._address)
+            refuse_other_users(connection)
+            message = json.dumps({**self._order, **rank}).encode()
+            socket.send_fds(connection, [message], [*streams, *inherited])
+            server, process = json.loads(connection.recv(_MESSAGE))
+        except (OSError, ValueError):
+            connection.close()
+            return None
+        connection.setblocking(False)
+        return Child(connection, server, process)
+
+
+def fork_kept(
+    order: Mapping[str, Any], environment: Mapping[str, str], streams: Sequence[int]
+) -> "Child | None":
+    """Fork from the server that all jobs share, which is started if needed."""
+    server = Server("", order, {**environment, FORKED: "1"})
+    is_legacy = environment.get("TF_USE_LEGACY_KERAS", "0").lower() in ("1", "true")
+    modules = {"tensorflow" if is_legacy else "keras": None}
+    kept = server.start(early(environment), modules, idle=float(environment[KEEP]))
+    with kept or contextlib.nullcontext():
+        return server.fork(streams, SERVER_START)
 
 
 class Child:
@@ -166,61 +196,6 @@ class Child:
             # Without its server, it is killed.
             self.returncode = json.loads(data) if data else -signal.SIGKILL
         return self.returncode
-
-
-def fork(
-    address: str,
-    order: Mapping[str, Any],
-    environment: Mapping[str, str],
-    streams: Sequence[int],
-    patience: float = SERVER_ANSWER,
-) -> Child | None:
-    """Have a server start a rank; None if no server answers.
-
-    Args:
-        address: of `address_of`.
-        order: as there.
-        environment: that of the rank.
-        streams: its standard input, output and error stream.
-        patience: seconds until the answer.
-    """
-    # MPICH's ranks talk to mpirun through a descriptor that they inherit.
-    there = [n for n in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{n}")]
-    inherited = [n for n in map(int, there) if n > 2 and os.get_inheritable(n)]
-    rank = {
-        "descriptors": [0, 1, 2, *inherited],
-        "environment": dict(environment),
-        "cores": list(os.sched_getaffinity(0)),
-        "ignored": [n for n in signal.valid_signals() if signal.getsignal(n) == signal.SIG_IGN],
-    }
-    connection = _socket()
-    connection.settimeout(patience)
-    try:
-        connection.connect(address)
-        refuse_other_users(connection)
-        message = json.dumps({**order, **rank}).encode()
-        socket.send_fds(connection, [message], [*streams, *inherited])
-        server, process = json.loads(connection.recv(_MESSAGE))
-    except (OSError, ValueError):
-        connection.close()
-        return None
-    connection.setblocking(False)
-    return Child(connection, server, process)
-
-
-def fork_kept(
-    order: Mapping[str, Any], environment: Mapping[str, str], streams: Sequence[int]
-) -> Child | None:
-    """Fork, as `fork` does, from the server that all jobs share, which is started if needed."""
-    address, shared = address_of("", order, environment), early(environment)
-    is_legacy = environment.get("TF_USE_LEGACY_KERAS", "0").lower() in ("1", "true")
-    modules = {"tensorflow" if is_legacy else "keras": None}
-    kept = start(address, order, shared, modules, idle=float(environment[KEEP]))
-    try:
-        return fork(address, order, {**environment, FORKED: "1"}, streams, SERVER_START)
-    finally:
-        if kept is not None:
-            kept.close()
 
 
 def _serve(listener: socket.socket, idle: float, started: float) -> socket.socket | None:

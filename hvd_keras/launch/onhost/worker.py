@@ -104,8 +104,8 @@ class Worker:
         self._child: subprocess.Popen[bytes] | fork_server.Child | None = None
         self._environment: dict[str, str] = {}  # of the command
         self._pipes = (-1, -1, -1)  # our ends of its streams
-        self._address = ""  # of the server
-        self._server: socket.socket | None = None  # keeps that of this host
+        self._server: fork_server.Server | None = None  # of this host
+        self._kept: socket.socket | None = None  # keeps it
         self._input: asyncio.Queue[bytes] = asyncio.Queue()  # for the command; empty: its end
         self._folder = _folder_path() / f"rank-{rank}"  # for files that the command reads or writes
         self._function = bytearray()
@@ -285,8 +285,8 @@ class Worker:
             return fork_server.fork_kept(order, environment, streams)
         if not order["server"]:
             return None
-        self._address = fork_server.address_of(order["server"], order, environment)
-        return fork_server.fork(self._address, order, environment, streams)
+        self._server = fork_server.Server(order["server"], order, environment)
+        return self._server.fork(streams)
 
     def _hear(self, ear: socket.socket) -> bool:
         """Pass on what hvd_keras tells; returns whether there was something."""
@@ -305,16 +305,14 @@ class Worker:
     def _start_server(self, told: dict[str, Any]) -> None:
         """Start what helps a restart, unless the command is a wrapper of the rank that has told."""
         order, start = self._order, str(_folder_path())
-        if not self._address or told["command"][1:] != order["command"][1:]:
+        if self._server is None or told["command"][1:] != order["command"][1:]:
             return
         shared = early(self._environment) | told["changes"] | {JOB: order["server"]}
         # What is in this start's folder, as a library's cache may be, is not for later starts.
         shared = {k: v for k, v in shared.items() if v is not None and start not in v}
         times = {"delay": SERVER_DELAY, "idle": SERVER_IDLE}
         with contextlib.suppress(OSError):  # then ranks are started anew
-            self._server = self._server or fork_server.start(
-                self._address, order, shared, told["modules"], **times
-            )
+            self._kept = self._kept or self._server.start(shared, told["modules"], **times)
 
     async def _relay(self, pipe: int, name: str) -> None:
         """Pass on the command's output, no faster than hvdrun takes it."""
