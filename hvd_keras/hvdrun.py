@@ -12,7 +12,7 @@ from hvd_keras.auto import launching
 from hvd_keras.horovod import horovodrun
 from hvd_keras.launch import job_spec, options, restarts
 from hvd_keras.launch.errors import UsageError, say
-from hvd_keras.launch.follow import metrics
+from hvd_keras.launch.follow import statistics
 from hvd_keras.launch.follow.supervise import raise_open_files
 from hvd_keras.launch.onhost.process import die_with_parent
 
@@ -37,7 +37,7 @@ def _launch() -> int:
     raise_open_files()
     if given.metrics is not None:
         address, port = given.metrics
-        metrics.serve(address, port, asked.statistics)
+        statistics.serve(address, port, asked.statistics)
     try:
         return asyncio.run(restarts.run(asked)).status
     finally:

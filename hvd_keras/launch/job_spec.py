@@ -16,10 +16,8 @@ from hvd_keras.launch.onhost.cores import thread_settings, usable_cores, usable_
 from hvd_keras.launch.onhost.fork_server import KEEP
 from hvd_keras.launch.start import hosts, slurm
 from hvd_keras.launch.start.all_hosts import Remains
-from hvd_keras.launch.start.dialects import VARIABLES, Dialect, Plan
-from hvd_keras.launch.start.hosts import Host, Placement
-from hvd_keras.launch.start.mpirun import find_mpirun
-from hvd_keras.launch.start.network import common_network
+from hvd_keras.launch.start.hosts import Host, Placement, common_network
+from hvd_keras.launch.start.mpirun import VARIABLES, Dialect, Plan, find_mpirun
 from hvd_keras.launch.start.remote_shell import RemoteShell, kubectl_exec, ssh
 
 POSTMORTEM = "postmortem"  # the folder of the ranks' requests in the job's, unless the user has one
@@ -160,14 +158,11 @@ def _this_host(given: argparse.Namespace, wanted: list[Host] | None) -> Host:
     size = given.size or slots or given.per_host
     if size is None:
         if wanted is None and given.size is None:
-            if {"-np", "-n", "--num-proc"} & {*given.command}:
-                raise UsageError(
-                    "-np is missing before the program: what follows it are its own arguments; "
-                    f"expected for example: {options.EXAMPLE}"
-                )
+            late = {"-np", "-n", "--num-proc"} & {*given.command}
+            where = " before the program: what follows it are its own arguments" if late else ""
             raise UsageError(
-                "-np is missing; expected the number of ranks, or auto for all cores or GPUs, for "
-                f"example: {options.EXAMPLE}"
+                f"-np is missing{where}; expected the number of ranks, or auto for all cores or "
+                f"GPUs, for example: {options.EXAMPLE}"
             )
         gpus = usable_gpus(os.environ) if given.size == options.AUTO else 0
         size = gpus or usable_cores()

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import hvd_keras
 from hvd_keras.launch.errors import UsageError
-from hvd_keras.launch.follow import metrics
+from hvd_keras.launch.follow import statistics
 
 USAGE = "hvdrun -np N [options] train.py [arguments ...]"
 EXAMPLE = "hvdrun -np 2 train.py"
@@ -207,7 +207,7 @@ _TYPES: dict[str, Callable[[str, str], Any]] = {
     "--network-interface": _one_interface,
     "--env": _variable,
     "--timeline": _new_file,
-    "--metrics": metrics.parse,
+    "--metrics": statistics.parse_address,
     **dict.fromkeys(("--host-discovery-script", "--remote-shell", "--mpi-args"), _words),
     **dict.fromkeys(("--nproc-per-node", "--ssh-port", "--start-timeout", "--min-np"), _POSITIVE),
     **dict.fromkeys(("--max-restarts", "--wait-for-hosts"), _NOT_NEGATIVE),

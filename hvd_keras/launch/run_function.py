@@ -107,10 +107,8 @@ def _follow(
     how = {**pipes, "text": True, "errors": "replace", "start_new_session": True, **process}
     with subprocess.Popen(command, **how) as hvdrun:
         last: list[str] = []
-        threads = [
-            threading.Thread(target=_relay, args=(hvdrun.stdout, out, [])),
-            threading.Thread(target=_relay, args=(hvdrun.stderr, err, last)),
-        ]
+        streams = (hvdrun.stdout, out, []), (hvdrun.stderr, err, last)
+        threads = [threading.Thread(target=_relay, args=stream) for stream in streams]
         for thread in threads:
             thread.start()
         try:

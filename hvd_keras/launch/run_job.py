@@ -22,32 +22,19 @@ from hvd_keras.launch.job_spec import POSTMORTEM, JobSpec
 from hvd_keras.launch.onhost import limits
 from hvd_keras.launch.onhost.channel import new_secret
 from hvd_keras.launch.onhost.process import die_with_parent
-from hvd_keras.launch.start.dialects import Plan
 from hvd_keras.launch.start.hosts import Placement
+from hvd_keras.launch.start.mpirun import Plan
 
 # What `input()` raises.
 _NO_INPUT = "EOFError: EOF when reading a line"
 
 
-def _conclude(folder: Path, status: int) -> None:
-    """Say what the files of ``--postmortem`` show after a failure."""
-    with contextlib.suppress(OSError):
-        folder.rmdir()  # the ranks have left it empty if nothing went wrong
-    if status != 0 and folder.exists():
-        try:
-            text = f"{postmortem.conclusion(folder)}\nmore: python -m hvd_keras.postmortem {folder}"
-        except ValueError as error:
-            text = str(error)
-        say(f"postmortem: {text}")
-
-
-def _place(folder: Path, size: int) -> str:
-    """Say where a rank was that ended without a traceback; empty if not all ranks have told."""
-    text = ""
-    if len([*folder.glob("rank-*.requests")]) == size:  # all were on this host, and joined
-        with contextlib.suppress(ValueError):
-            text = postmortem.conclusion(folder)
-    return f"postmortem: {text}" if "\n" in text else ""
+def _conclusion(folder: Path, more: str = "") -> str:
+    """Say what the files of the ranks' requests show."""
+    try:
+        return f"postmortem: {postmortem.conclusion(folder)}{more}"
+    except ValueError as error:
+        return f"postmortem: {error}"
 
 
 def _new_folder(parent: str) -> Path:
@@ -90,7 +77,8 @@ class Job:
                 has_traceback = verdict.culprit is not None and output.traceback(verdict.culprit)[0]
                 is_open = verdict.status != 0 and verdict.asked and not has_traceback
                 if is_open and folder is None:
-                    say(self._place or "to see where each rank was, add --postmortem FOLDER")
+                    advice = "to see where each rank was, add --postmortem FOLDER"
+                    say(self._place if "\n" in self._place else advice)
             finally:
                 await self._ranks.close()
                 if options.timeline is not None:
@@ -101,7 +89,10 @@ class Job:
                 if options.stats:
                     say(table(spec.statistics))
         if folder is not None:
-            _conclude(folder, verdict.status)
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # the ranks have left it empty if nothing went wrong
+            if verdict.status != 0 and folder.exists():
+                say(_conclusion(folder, f"\nmore: python -m hvd_keras.postmortem {folder}"))
         return verdict
 
     def _prepare(self) -> Plan:
@@ -159,7 +150,9 @@ class Job:
 
     async def _sweep(self) -> set[str]:
         """Clean up all hosts; returns those that are lost."""
-        self._place = _place(self._directory / POSTMORTEM, self._placement.size)
+        folder = self._directory / POSTMORTEM
+        if len([*folder.glob("rank-*.requests")]) == self._placement.size:  # all have joined, here
+            self._place = _conclusion(folder)
         self._ranks.note_silence()
         grace = 0.0 if self._signals.hurry else limits.SWEEP_GRACE
         return await self._spec.remains.sweep(self._hosts, grace)

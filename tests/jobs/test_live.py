@@ -9,8 +9,7 @@ import urllib.request
 import pytest
 from prometheus_client.openmetrics import parser
 
-from hvd_keras.launch.follow import metrics
-from hvd_keras.launch.follow.statistics import Statistics, recent
+from hvd_keras.launch.follow.statistics import Collector, Statistics, recent
 from tests.harness import launcher
 
 DASHBOARD = pathlib.Path(__file__).parents[2] / "deploy" / "grafana.json"
@@ -78,7 +77,7 @@ def test_a_new_fit_and_a_restart_begin_anew() -> None:
     assert recent(statistics.past[0])["samples_per_second"] == 8
     statistics.start(2)
     values = {
-        f.name: f.samples[0].value for f in metrics.Collector(statistics).collect() if f.samples
+        f.name: f.samples[0].value for f in Collector(statistics).collect() if f.samples
     }
     assert values == {"hvd_ranks": 2, "hvd_restarts": 1}
 

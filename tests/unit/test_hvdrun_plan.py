@@ -16,7 +16,7 @@ from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.onhost import host_facts as probe
 from hvd_keras.launch.onhost import sweep
 from hvd_keras.launch.onhost.cores import usable_cores, usable_gpus
-from hvd_keras.launch.start import all_hosts, command, hosts, network, slurm
+from hvd_keras.launch.start import all_hosts, command, hosts, slurm
 from hvd_keras.launch.start.all_hosts import Remains
 from hvd_keras.launch.start.hosts import Host, Placement
 from hvd_keras.launch.start.mpirun import find_mpirun
@@ -190,15 +190,15 @@ def test_other_systems_and_hosts_without_ipv4_are_refused() -> None:
     done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True)
     assert "hvdrun: got darwin; expected Linux" in done.stderr
     with pytest.raises(UsageError, match=r"no route to one of absent.invalid.*IPv4 addresses"):
-        network.own_addresses(None, ["absent.invalid"])
+        hosts.own_addresses(None, ["absent.invalid"])
 
 
 def test_the_address_on_a_chosen_network() -> None:
     for chosen in ("lo", "127.0.0.0/8"):
-        assert network.own_addresses(chosen, []) == ["127.0.0.1"]
+        assert hosts.own_addresses(chosen, []) == ["127.0.0.1"]
     for wrong, told in (("absent0", r"its range: lo \("), ("127.0.0.1/8", "has host bits")):
         with pytest.raises(UsageError, match=f"--network-interface got '{wrong}'.*{told}"):
-            network.own_addresses(wrong, [])
+            hosts.own_addresses(wrong, [])
 
 
 def test_a_hostfile() -> None:

@@ -24,8 +24,7 @@ from hvd_keras.launch.onhost import channel, limits
 from hvd_keras.launch.onhost.channel import PIECE, Connection, ProtocolError, silence
 from hvd_keras.launch.onhost.cores import may_be_divided, thread_settings
 from hvd_keras.launch.onhost.worker import FUNCTION, RESULT
-from hvd_keras.launch.start.hosts import Placement
-from hvd_keras.launch.start.network import own_addresses
+from hvd_keras.launch.start.hosts import Placement, own_addresses
 
 # How many connections may be open that have not proved to belong to the job; further ones wait to
 # be accepted.
@@ -203,10 +202,7 @@ class Ranks:
                 self.problem = f"cannot store what rank {report.rank} has sent: {error}"
                 raise ProtocolError(str(error)) from error
         elif "report" in message:
-            report.time = time.monotonic()
-            report.status = message["report"]["status"]
-            report.stopped = message["report"]["stopped"]
-            report.by_signal = message["report"]["by_signal"]
+            vars(report).update(message["report"], time=time.monotonic())
             if report.status == 0 and not report.phase:
                 # mpirun may know that it has left MPI without a word.
                 peer.send(end="now" if self.spec.is_local else "watch")
@@ -232,22 +228,20 @@ class Ranks:
             self._start_all()
 
     def _start_all(self) -> None:
-        ranks: dict[str, list[int]] = {}  # by host, in their order
-        for report in self.reports:
-            ranks.setdefault(report.host, []).append(report.rank)
+        hosts: dict[str, list[_Peer]] = {}  # with their ranks in order
+        for _, peer in sorted(self._peers.items()):
+            hosts.setdefault(peer.report.host, []).append(peer)
         chosen = os.environ | self._start["environment"]
         is_restart = self.spec.statistics.starts > 1  # an earlier start has consumed the input
-        for there in ranks.values():
-            peers = [self._peers[rank] for rank in there]
+        for peers in hosts.values():
             usable = min(peer.cores for peer in peers)
             masks = [peer.mask for peer in peers]
             is_divided = self.spec.options.bind and may_be_divided(masks, usable, chosen)
             for index, peer in enumerate(peers):
-                threads = thread_settings(
-                    len(there), os.environ, peer.cores, several_hosts=len(ranks) > 1
-                )
+                count, several = len(peers), len(hosts) > 1
+                threads = thread_settings(count, os.environ, peer.cores, several_hosts=several)
                 environment = threads | self._start["environment"]
-                part = [index, len(there)] if is_divided else None
+                part = [index, count] if is_divided else None
                 start = {**self._start, "environment": environment, "part": part}
                 self._do(self._start_one(peer, start))
                 if peer.report.rank > 0 or is_restart:

@@ -124,12 +124,8 @@ def own_cores(
 
 def ranges(cores: Collection[int]) -> str:
     """Return numbers as text, such as "0-3,8"."""
-    runs: list[list[int]] = []
-    for core in sorted(cores):
-        if runs and runs[-1][-1] == core - 1:
-            runs[-1].append(core)
-        else:
-            runs.append([core])
+    by_run = itertools.groupby(enumerate(sorted(cores)), lambda pair: pair[1] - pair[0])
+    runs = [[core for _, core in run] for _, run in by_run]
     return ",".join(f"{run[0]}-{run[-1]}" if run[1:] else f"{run[0]}" for run in runs)
 
 

@@ -82,9 +82,7 @@ class Server:
     that of a rank. Raises OSError if this process cannot know all that matters.
     """
 
-    def __init__(
-        self, salt: str, order: Mapping[str, Any], environment: Mapping[str, str]
-    ) -> None:
+    def __init__(self, salt: str, order: Mapping[str, Any], environment: Mapping[str, str]) -> None:
         self._order, self._environment = order, environment
         this, found = Path("/proc/self"), early(environment)
         if "PYTHONPATH" in found:

@@ -23,19 +23,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from . import channel, fork_server
+from . import channel, fork_server, limits
 from .channel import PIECE, Connection, ProtocolError, silence
 from .cores import own_cores, usable_cores
-from .fork_server import early
-from .limits import (
-    ALIVE_CHECKS,
-    GRACE,
-    SERVER_DELAY,
-    SERVER_IDLE,
-    SILENCE,
-    SUSPICION,
-    WORKER_CHECK,
-)
 from .process import FORWARDED, JOB, ask_to_end, prepare, private_folder, shell_status
 from .sweep import OWNER
 
@@ -147,9 +137,9 @@ class Worker:
         for descriptor in range(3):
             os.dup2(null, descriptor)
         connection = socket.socket(fileno=os.dup(self._connection.socket.fileno()))
-        connection.settimeout(WORKER_CHECK)
+        connection.settimeout(limits.WORKER_CHECK)
         with contextlib.suppress(OSError):
-            while silence(connection) < SILENCE:
+            while silence(connection) < limits.SILENCE:
                 with contextlib.suppress(TimeoutError):
                     if not connection.recv(PIECE):
                         break
@@ -164,14 +154,14 @@ class Worker:
     async def _watch(self) -> None:
         """Check what must be polled: hvdrun's host, mpirun's daemon; and show hvdrun our life."""
         for turn in itertools.count():
-            await asyncio.sleep(WORKER_CHECK)
+            await asyncio.sleep(limits.WORKER_CHECK)
             self._changed.set()  # `Child.poll` continues a stopped server
-            if not self._hvdrun_gone and silence(self._connection.socket) > SILENCE:
+            if not self._hvdrun_gone and silence(self._connection.socket) > limits.SILENCE:
                 self._lose_hvdrun()
             if os.getppid() != self._parent and not self._stopped:
                 self._report_orphan()
                 self._follow_daemon()
-            if turn % ALIVE_CHECKS == 0:
+            if turn % limits.ALIVE_CHECKS == 0:
                 self._connection.send(alive=True)
 
     async def _listen(self) -> None:
@@ -307,10 +297,10 @@ class Worker:
         order, start = self._order, str(_folder_path())
         if self._server is None or told["command"][1:] != order["command"][1:]:
             return
-        shared = early(self._environment) | told["changes"] | {JOB: order["server"]}
+        shared = fork_server.early(self._environment) | told["changes"] | {JOB: order["server"]}
         # What is in this start's folder, as a library's cache may be, is not for later starts.
         shared = {k: v for k, v in shared.items() if v is not None and start not in v}
-        times = {"delay": SERVER_DELAY, "idle": SERVER_IDLE}
+        times = {"delay": limits.SERVER_DELAY, "idle": limits.SERVER_IDLE}
         with contextlib.suppress(OSError):  # then ranks are started anew
             self._kept = self._kept or self._server.start(shared, told["modules"], **times)
 
@@ -338,10 +328,10 @@ class Worker:
     def _follow_daemon(self, number: signal.Signals = signal.SIGTERM) -> None:
         """End because mpirun's daemon asks for it, or has died."""
         # The daemon may have noticed before us that the network is lost.
-        if not self._hvdrun_gone and silence(self._connection.socket) > SUSPICION:
+        if not self._hvdrun_gone and silence(self._connection.socket) > limits.SUSPICION:
             self._lose_hvdrun()
         self._by_signal = self._by_signal or not self._stopped
-        self._stop(number, GRACE)
+        self._stop(number, limits.GRACE)
 
     def _lose_hvdrun(self) -> None:
         if self._hvdrun_gone:
@@ -349,12 +339,12 @@ class Worker:
         self._hvdrun_gone = True
         self._connection.end()
         self._changed.set()
-        self._stop(signal.SIGTERM, GRACE)
+        self._stop(signal.SIGTERM, limits.GRACE)
         self._sweep()
 
     def _sweep(self) -> None:
         """End all that is left of the job here, by a process that mpirun's daemon cannot kill."""
-        command = [sys.executable, "-I", "-S", str(SWEEP), str(GRACE), os.environ[JOB]]
+        command = [sys.executable, "-I", "-S", str(SWEEP), str(limits.GRACE), os.environ[JOB]]
         if server := self._order.get("server"):
             command.append(server)
         environment = {k: v for k, v in os.environ.items() if k not in (JOB, OWNER)}

@@ -10,21 +10,20 @@ from hvd_keras.launch.errors import say
 from hvd_keras.launch.onhost import sweep
 from hvd_keras.launch.start.remote_shell import Answer, Reach, ask_all
 
-# What must have the same version on all hosts.
-_PROGRAMS = ("Python", "hvd_keras", "TensorFlow", "Keras")
+# What must be equal on all hosts.
+_EQUAL = {name: name.lower() for name in ("Python", "hvd_keras", "TensorFlow", "Keras")}
+_EQUAL["hvd_keras in"] = "place"
 
 
 def difference(
     theirs: Mapping[str, Any], own: Mapping[str, Any], directory: str, program: str
 ) -> str:
     """Return why a host with these facts cannot take part; empty if it can."""
-    for name in _PROGRAMS:
-        got, expected = theirs[name.lower()], own[name.lower()]
+    for name, fact in _EQUAL.items():
+        got, expected = theirs[fact], own[fact]
         if got != expected:
             has = f"has {name} {got}" if got else f"has no {name}"
             return f"{has}; expected {expected}, as here"
-    if theirs["place"] != own["place"]:
-        return f"has hvd_keras in {theirs['place']}; expected {own['place']}, as here"
     if not theirs["directory"]:
         return f"has no folder {directory}; expected the folder in which hvdrun was started"
     if not theirs["program"]:

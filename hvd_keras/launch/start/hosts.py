@@ -1,15 +1,19 @@
-"""Which hosts a job runs on, and how many ranks each takes."""
+"""Which hosts a job runs on, how many ranks each takes, and the networks to them."""
 
+import contextlib
+import fcntl
+import ipaddress
 import re
 import shlex
 import socket
+import struct
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.errors import UsageError, refusing
 from hvd_keras.launch.onhost.cores import usable_cores
 from hvd_keras.launch.start.command import ask
 
@@ -21,6 +25,9 @@ _EXAMPLE = "server1:4,server2:4"
 # "server[1-3,08-10]:4" is server1:4, server2:4, server3:4, server08:4, server09:4, server10:4.
 _RANGE = re.compile(r"([^\[\]]*)\[(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)\]([^\[\]]*)", re.ASCII)
 MOST_HOSTS = 10_000
+
+# ioctl requests of Linux: an interface's address and netmask.
+_SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
 
 Facts = Mapping[str, Mapping[str, Any]]  # what `host_facts` says of each host
 
@@ -59,27 +66,16 @@ def _hosts(text: str, origin: str) -> list[Host]:
     return hosts
 
 
-def _some(hosts: list[Host], origin: str) -> list[Host]:
-    if not hosts:
-        raise UsageError(f"{origin} lists no host; expected for example {_EXAMPLE}")
-    return hosts
-
-
 def parse(text: str) -> list[Host]:
     """Parse the value of `-H`."""
-    parts = re.split(r",(?![^\[]*\])", text)
-    hosts = [host for part in parts if part.strip() for host in _hosts(part.strip(), "-H")]
-    for name, count in Counter(host.name for host in hosts).items():
-        if count > 1:
-            raise UsageError(f"-H lists {name} twice; expected each host once")
-    return _some(hosts, "-H")
+    return parse_lines(re.sub(r",(?![^\[]*\])", "\n", text), "-H", repeats=False)
 
 
-def parse_lines(text: str, origin: str) -> list[Host]:
+def parse_lines(text: str, origin: str, *, repeats: bool = True) -> list[Host]:
     """Parse one host per line: "server1", "server1:4" or "server1 slots=4"; "#" is a comment.
 
-    PBS, LSF and SGE write a host once per slot, so if a name comes twice, each line is a slot.
-    SGE has "server1 4 all.q@server1 UNDEFINED", too; Open MPI's files may have "max_slots=4".
+    PBS, LSF and SGE write a host once per slot, so if a name `repeats`, each line is a slot. SGE
+    has "server1 4 all.q@server1 UNDEFINED", too; Open MPI's files may have "max_slots=4".
     """
     hosts: list[Host] = []
     for line in text.splitlines():
@@ -91,12 +87,14 @@ def parse_lines(text: str, origin: str) -> list[Host]:
                 f"{origin} has the line {line!r}; expected server1, server1:4 or server1 slots=4"
             )
         hosts += _hosts(entry, origin) if entry else []
+    if not hosts:
+        raise UsageError(f"{origin} lists no host; expected for example {_EXAMPLE}")
     slots = Counter[str]()
     for host in hosts:
+        if host.name in slots and not repeats:
+            raise UsageError(f"{origin} lists {host.name} twice; expected each host once")
         slots[host.name] += host.slots or 1
-    if len(slots) < len(hosts):
-        hosts = [Host(name, count) for name, count in slots.items()]
-    return _some(hosts, origin)
+    return hosts if len(slots) == len(hosts) else [Host(*one) for one in slots.items()]
 
 
 def read(path: str) -> list[Host]:
@@ -167,3 +165,65 @@ class Placement:
                 left -= room
         facts = {host.name: self.facts[host.name] for host in chosen if self.facts}
         return Placement(chosen, facts)
+
+
+def own_addresses(interface: str | None, names: Sequence[str]) -> list[str]:
+    """Return this host's addresses on the routes to these hosts. Raises UsageError."""
+    if interface is not None:
+        return [str(_interface(interface).ip)]
+    others = [name for name in names if not is_here(name)] or [socket.gethostname()]
+    advice = "; hvdrun needs hosts with IPv4 addresses"
+    found = set()
+    with refusing(f"no route to one of {', '.join(names)}", advice):
+        for name in others:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((socket.gethostbyname(name), 9))  # sends nothing
+                found.add(probe.getsockname()[0])
+    return sorted(found)
+
+
+def common_network(wanted: Iterable[Host]) -> str | None:
+    """Return our only network that contains all hosts; None without such a network."""
+    # MPI must not try others: a container bridge, for example, has one address on all hosts.
+    found = set()
+    try:
+        for host in wanted:
+            address = ipaddress.ip_address(socket.gethostbyname(host.name))
+            if not is_here(host.name):
+                near = [own for own in _interfaces().values() if address in own.network]
+                found.add(str(near[0].network) if near else None)
+    except OSError:
+        return None
+    return found.pop() if len(found) == 1 else None
+
+
+def _interfaces() -> dict[str, ipaddress.IPv4Interface]:
+    """Return our addresses with their networks, by the names of interfaces."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode())
+            with contextlib.suppress(OSError):  # it has no address
+                address, mask = (
+                    socket.inet_ntoa(fcntl.ioctl(probe, number, request)[20:24])
+                    for number in (_SIOCGIFADDR, _SIOCGIFNETMASK)
+                )
+                found[name] = ipaddress.IPv4Interface(f"{address}/{mask}")
+    return found
+
+
+def _interface(text: str) -> ipaddress.IPv4Interface:
+    """Return our address on a named interface or in an address range. Raises UsageError."""
+    there = _interfaces()
+    try:
+        network = ipaddress.IPv4Network(text) if "/" in text else None
+    except ValueError as error:
+        raise UsageError(f"--network-interface got {text!r}: {error}") from error
+    for name, own in there.items():
+        if name == text or (network is not None and own.ip in network):
+            return own
+    known = ", ".join(f"{name} ({own})" for name, own in there.items())
+    raise UsageError(
+        f"--network-interface got {text!r}; expected an interface that has an address, or its "
+        f"range: {known}"
+    )

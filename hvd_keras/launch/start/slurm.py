@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.onhost.limits import NODE_TIMEOUT
 from hvd_keras.launch.start.command import ask
-from hvd_keras.launch.start.dialects import Dialect, Plan
 from hvd_keras.launch.start.hosts import Host
+from hvd_keras.launch.start.mpirun import Dialect, Plan
 from hvd_keras.runtime import mpi_library
 
 
