@@ -52,12 +52,9 @@ class JobSpec:
             settings["HVD_MPI_LIBRARY"] = self.dialect.library
         if given.timeline is not None:
             settings["HVD_TIMELINE"] = str(Path(given.timeline).absolute())
-        if given.strict:
-            settings["HVD_STRICT"] = "1"
-        if given.verbose:
-            settings["HVDRUN_VERBOSE"] = "1"
-        if given.stats or given.metrics is not None:
-            settings["HVDRUN_STATISTICS"] = "1"
+        flags = {"HVD_STRICT": given.strict, "HVDRUN_VERBOSE": given.verbose}
+        flags["HVDRUN_STATISTICS"] = given.stats or given.metrics is not None
+        settings |= {name: "1" for name, is_on in flags.items() if is_on}
         if self.is_local and given.postmortem is None:
             settings["HVDRUN_POSTMORTEM"] = str(directory / POSTMORTEM)
         if self.is_local:

@@ -76,10 +76,8 @@ class Report:
         """Return the rank's state as text; `why_ended` says who ended those that were asked to."""
         if not self.started:
             return "did not start"
-        if self.status is None and self.lost:
-            return f"lost: {self.lost}"
         if self.status is None:
-            return "killed before it could report"
+            return f"lost: {self.lost}" if self.lost else "killed before it could report"
         if self.stopped and self.status in (-signal.SIGTERM, -signal.SIGKILL):
             forced = ", by SIGKILL" * (self.status == -signal.SIGKILL)
             return f"terminated by {why_ended}{forced}"

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import itertools
 import os
 import queue
 import re
@@ -269,11 +270,9 @@ class Output:
         if not found or (not recent and stream.lines_since(len(before)) < RECENT_LINES):
             return "", ""
         lines = text.decode(errors="replace").splitlines()
-        body = 0
-        while body < len(lines) and lines[body].startswith(" "):
-            body += 1
-        message = lines[body:]
+        body = [*itertools.takewhile(lambda line: line.startswith(" "), lines)]
+        message = lines[len(body) :]
         if len(message) > MESSAGE_LINES:  # TensorFlow puts where a graph's node was made before why
             message = [message[0], "…", *message[2 - MESSAGE_LINES :]]
-        whole = ["Traceback (most recent call last):", *lines[:body], *message]
+        whole = ["Traceback (most recent call last):", *body, *message]
         return "\n".join(whole), "\n".join(message)
