@@ -107,7 +107,7 @@ def _follow(
     how = {**pipes, "text": True, "errors": "replace", "start_new_session": True, **process}
     with subprocess.Popen(command, **how) as hvdrun:
         last: list[str] = []
-        streams = (hvdrun.stdout, out, []), (hvdrun.stderr, err, last)
+        streams: Any = ((hvdrun.stdout, out, []), (hvdrun.stderr, err, last))
         threads = [threading.Thread(target=_relay, args=stream) for stream in streams]
         for thread in threads:
             thread.start()

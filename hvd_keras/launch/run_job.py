@@ -15,13 +15,13 @@ from hvd_keras import postmortem, timeline
 from hvd_keras.launch.errors import STARTED, refusing, say
 from hvd_keras.launch.follow.outcome import Verdict, judge, time_to_end
 from hvd_keras.launch.follow.output import Output
-from hvd_keras.launch.follow.ranks import Ranks
 from hvd_keras.launch.follow.statistics import table
 from hvd_keras.launch.follow.supervise import OPEN_FILES, Signals, job_directory, wait_for
 from hvd_keras.launch.job_spec import POSTMORTEM, JobSpec
 from hvd_keras.launch.onhost import limits
 from hvd_keras.launch.onhost.channel import new_secret
 from hvd_keras.launch.onhost.process import die_with_parent
+from hvd_keras.launch.ranks import Ranks
 from hvd_keras.launch.start.hosts import Placement
 from hvd_keras.launch.start.mpirun import Plan
 
@@ -211,9 +211,6 @@ class Job:
         else:
             mpirun_status = self._mpirun.returncode
             was_killed = mpirun_status < 0 and not self._stopping
-            if was_killed:  # its daemons died of that
-                for report in reports:
-                    report.orphaned = float("inf")
             verdict = judge(reports, mpirun_status, lost, was_killed=was_killed)
             if self._ranks.problem:
                 lines = [self._ranks.problem, *verdict.lines[1:]]

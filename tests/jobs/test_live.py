@@ -76,9 +76,7 @@ def test_a_new_fit_and_a_restart_begin_anew() -> None:
     statistics.take(0, "server", message(0, 5.0, at=5.0, steps=4, samples=16))
     assert recent(statistics.past[0])["samples_per_second"] == 8
     statistics.start(2)
-    values = {
-        f.name: f.samples[0].value for f in Collector(statistics).collect() if f.samples
-    }
+    values = {f.name: f.samples[0].value for f in Collector(statistics).collect() if f.samples}
     assert values == {"hvd_ranks": 2, "hvd_restarts": 1}
 
 

@@ -20,7 +20,6 @@ import pytest
 from hvd_keras.agents.link import Link
 from hvd_keras.launch import job_spec
 from hvd_keras.launch.follow.output import Destination, Output
-from hvd_keras.launch.follow.ranks import UNPROVEN, Ranks
 from hvd_keras.launch.follow.supervise import Signals
 from hvd_keras.launch.onhost import limits
 from hvd_keras.launch.onhost.channel import (
@@ -37,6 +36,7 @@ from hvd_keras.launch.onhost.channel import (
 from hvd_keras.launch.onhost.process import ask_to_end, private_folder
 from hvd_keras.launch.onhost.worker import FUNCTION
 from hvd_keras.launch.options import parse
+from hvd_keras.launch.ranks import UNPROVEN, Ranks
 from hvd_keras.launch.start.hosts import Host, Placement
 from hvd_keras.launch.start.remote_shell import RemoteShell
 from tests.harness import launcher

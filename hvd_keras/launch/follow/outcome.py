@@ -173,7 +173,8 @@ def judge(
         return verdict(1, f"lost {hosts} with {names(on_lost)}: the network or the host failed")
     orphan = min(reports, key=lambda one: one.orphaned)
     # mpirun, which ends the other ranks because of that, may be faster than the report of it.
-    if orphan.orphaned < (float("inf") if culprit is None else culprit.time + TIE):
+    latest = float("inf") if culprit is None else culprit.time + TIE
+    if orphan.orphaned < latest and not was_killed:  # its daemons die of that
         return verdict(1, f"mpirun's daemon on {orphan.host} died first, above {names([orphan])}")
     if culprit is not None:
         together = _vanished(reports, culprit.time + TIE) if culprit.status is None else []

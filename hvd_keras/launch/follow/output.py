@@ -95,24 +95,23 @@ def _write(descriptor: int, data: bytes) -> OSError | None:
     return None
 
 
+@dataclass
 class Copy:
     """The file of one rank in `--output-dir`. The job goes on if it cannot be written."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._mode = path, "wb"
-        self.write(b"")
+    path: Path
+    mode: str = "wb"  # empty after an error
 
     def write(self, data: bytes) -> None:
         """Write all of `data`; after an error, nothing."""
-        if not self._mode:
-            return
         try:
-            with open(self._path, self._mode) as file:
-                file.write(data)
-            self._mode = "ab"
+            if self.mode:
+                with open(self.path, self.mode) as file:
+                    file.write(data)
+                self.mode = "ab"
         except OSError as error:
-            self._mode = ""
-            say(f"cannot write {self._path}: {error.strerror}; the rest is not copied")
+            self.mode = ""
+            say(f"cannot write {self.path}: {error.strerror}; the rest is not copied")
 
 
 @dataclass
@@ -219,8 +218,7 @@ class Output:
         if (rank, name) not in self._streams:
             prefix = f"[{rank}] ".encode() if self._prefix else b""
             if self._directory is not None and rank not in self._copies:
-                path = self._directory / f"rank-{rank}.txt"
-                self._copies[rank] = Copy(path)
+                self._copies[rank] = Copy(self._directory / f"rank-{rank}.txt")
             destination = self._err if name == "err" else self._out
             drops = name == "err" and self._drops_notices
             self._streams[rank, name] = Stream(destination, prefix, self._copies.get(rank), drops)
