@@ -54,7 +54,7 @@ class Plan:
         self._small: dict[int, bool] = {}
         self.inputs = [Value(None, i, t) for i, t in enumerate(graph.inputs)]
         self._shapes = Shapes()
-        self._changed: set[Value] = set()  # resources that are not only read
+        self._changed: set[Value] = set()  # resources of other ops than reads and loops
         places.inlined(graph, self.inputs, self._note_changed)
         arguments = []
         for value, is_divided in zip(self.inputs, divided, strict=True):
@@ -74,22 +74,24 @@ class Plan:
 
     def _keep(self, captured: Sequence[Any]) -> None:
         others = [n for n in self.nodes if n.type != "ReadVariableOp"]
-        if any(n.type in _OPAQUE or (n.op.op_def.is_stateful and n.calls) for n in others):
+        # A loop that all ranks run assigns nothing.
+        calls = [n for n in others if n.op.op_def.is_stateful and n.calls and n.emit != "while"]
+        if calls or any(n.type in _OPAQUE for n in others):
             return  # what they assign is out of sight
+        used = {_origin(x) for n in others for x in n.inputs if x.dtype == tf.resource}
         first = len(self.inputs) - len(captured)
         handles = {x: captured[i] for i, x in enumerate(self.inputs[first:])}
-        self.assigned = [handles[x] for x in self._changed if x in handles]
+        self.assigned = [handles[x] for x in used if x in handles]
         for key, (level, kind, value) in self.exchanges.items():
             if kind != "broadcast" or value.node is None or value.node.type != "ReadVariableOp":
                 continue
             variable = _origin(value.node.inputs[0])
-            unchanged = variable in handles and variable not in self._changed
-            if unchanged and value.shape.is_fully_defined():
+            if variable in handles and variable not in used and value.shape.is_fully_defined():
                 self.exchanges[key] = level, "keep", value
                 self.kept[id(value)] = handles[variable], value
 
     def _note_changed(self, op: Any, graph: Any, values: list[Value]) -> list[Value]:
-        if op.type != "ReadVariableOp":
+        if op.type != "ReadVariableOp" and "While" not in op.type:
             self._changed.update(x for x in values if x.dtype == tf.resource)
         return [Value(None, i, t) for i, t in enumerate(op.outputs)]
 

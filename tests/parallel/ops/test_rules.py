@@ -303,3 +303,14 @@ def test_a_table_larger_than_its_rows_stays_on_the_first_rank(optimizer):
     assert not sent(train, (words, labels), 32)
     assert sent(train, (words, labels), 100) >= {"broadcast"}
     assert sent(lambda data: net(data), words, 32) == {"keep"}
+
+
+def test_weights_that_only_a_loop_reads_are_kept():
+    net = keras.Sequential([keras.Input((5, 2)), keras.layers.LSTM(3, unroll=False)])
+    function = tf.function(lambda data: net(data), autograph=False)
+    traced = function.get_concrete_function(tf.TensorSpec([None, 5, 2]))
+    plan, _ = planned(traced, 8)
+    assert [v for v in plan.nodes if "While" in v.type]
+    assert not plan.whole
+    found = [(kind, v.shape.as_list()) for _, kind, v in plan.exchanges.values()]
+    assert {kind for kind, shape in found if shape in ([2, 12], [3, 12], [12])} == {"keep"}
