@@ -126,7 +126,8 @@ bool done_briefly(int ranks, const std::function<bool()>& poll) {
     if (poll()) return true;
     if (polls % kPollsPerYield != 0) continue;
     const double now = cpu_seconds();
-    if (end == 0) end = now + kBriefSeconds * std::log2(ranks);
+    // The logarithm, rounded up. std::log2 would need glibc 2.29.
+    if (end == 0) end = now + kBriefSeconds * (1 + std::ilogb(ranks));
     if (now > end) return false;
     std::this_thread::yield();
   }
