@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from hvd_keras.launch import command_check
 from hvd_keras.launch.errors import UsageError
-from hvd_keras.launch.onhost import divide_python
+from hvd_keras.launch.onhost import divide_python, is_python
 from hvd_keras.launch.options import Extension
 
 SCALE_BATCH = "--scale-batch"
@@ -46,7 +46,7 @@ EXTENSION = Extension({}, _add_to, _complete)
 def _inside(command: Sequence[str], scale_batch: bool) -> list[str]:
     """Return the command of a Python script with the module that runs it, behind Python's flags."""
     options, words = divide_python(command[1:])
-    if not command_check.is_python(command[0]) or not words or re.match("-(?!m$)", words[0]):
+    if not is_python(command[0]) or not words or re.match("-(?!m$)", words[0]):
         raise UsageError(
             f"--auto got the command {' '.join(command)!r}; expected a Python script or -m module"
         )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import hvd_keras
 from hvd_keras.launch.errors import UsageError
-from hvd_keras.launch.onhost import divide_python
+from hvd_keras.launch.onhost import divide_python, is_python
 from hvd_keras.launch.options import EXAMPLE
 
 # A script that cannot do without hvd_keras.
@@ -33,11 +33,6 @@ def resolve(command: Sequence[str]) -> list[str]:
         elif words[:2] == ["-m", "hvd_keras.check"]:
             _check_packages(path)
     return [path, *command[1:]]
-
-
-def is_python(path: str) -> bool:
-    """Whether a program is a Python, by its name."""
-    return path == sys.executable or bool(re.fullmatch(r"python[\d.]*", Path(path).name))
 
 
 def _why_not(program: str) -> str:

@@ -19,11 +19,6 @@ def refusing(message: str, advice: str = "") -> Iterator[None]:
         raise UsageError(f"{message}: {error.strerror or error}{advice}") from error
 
 
-# A file in the folder of a call (`run_function`): no UsageError comes any more, so that an exit
-# status of 2 is the function's.
-STARTED = "started"
-
-
 # Prints hvdrun's own messages while a job runs: `Output.say`, which waits for no slow reader.
 voice: Callable[[str], None] | None = None
 

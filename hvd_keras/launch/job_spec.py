@@ -70,7 +70,7 @@ class JobSpec:
         given, dialect = self.options, self.dialect
         interface = given.network_interface
         made = Plan(
-            placement.hosts,
+            placement,
             self.is_local,
             directory,
             agent=self.shell.agent(job, dialect.kills_workers),

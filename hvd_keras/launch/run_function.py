@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from hvd_keras.launch.errors import STARTED
-from hvd_keras.launch.onhost.worker import CALL, FUNCTION, RESULT
+from hvd_keras.launch.onhost.worker import CALL, FUNCTION, RESULT, STARTED
 
 # Lines of hvdrun's errors that an exception repeats.
 LAST_LINES = 30

@@ -8,11 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryFile
 
 from hvd_keras import postmortem, timeline
-from hvd_keras.launch.errors import STARTED, refusing, say
+from hvd_keras.launch.errors import refusing, say
 from hvd_keras.launch.follow.outcome import Verdict, judge, time_to_end
 from hvd_keras.launch.follow.output import Output
 from hvd_keras.launch.follow.statistics import table
@@ -21,6 +22,7 @@ from hvd_keras.launch.job_spec import POSTMORTEM, JobSpec
 from hvd_keras.launch.onhost import limits
 from hvd_keras.launch.onhost.channel import new_secret
 from hvd_keras.launch.onhost.process import die_with_parent
+from hvd_keras.launch.onhost.worker import STARTED
 from hvd_keras.launch.ranks import Ranks
 from hvd_keras.launch.start.hosts import Placement
 from hvd_keras.launch.start.mpirun import Plan
@@ -47,28 +49,27 @@ def _new_folder(parent: str) -> Path:
     return folder
 
 
+@dataclass
 class Job:
-    """One start of a job: mpirun, and its workers, which report through `ranks`."""
+    """One start of a job: mpirun, and its workers, which report through `Ranks`."""
 
-    def __init__(
-        self, spec: JobSpec, placement: Placement, signals: Signals, output: Output
-    ) -> None:
-        self._spec, self._options, self._placement = spec, spec.options, placement
-        self._signals, self._output = signals, output
-        self._number = secrets.token_hex(8)
-        self._hosts = [host.name for host in placement.hosts]
-        self._stopping = False
-        self._place = ""  # where ranks were that have ended without a traceback
+    _spec: JobSpec
+    _placement: Placement
+    _signals: Signals
+    _output: Output
+    _number: str = field(default_factory=lambda: secrets.token_hex(8))
+    _stopping: bool = False
+    _place: str = ""  # where ranks were that have ended without a traceback
 
     async def run(self) -> Verdict:
         """Run the job to its end and judge its outcome."""
-        spec, options, output = self._spec, self._options, self._output
+        spec, options, output = self._spec, self._spec.options, self._output
         folder = None if options.postmortem is None else _new_folder(options.postmortem)
         if folder is not None:
             options.settings["HVD_POSTMORTEM"] = str(folder)
         output.start()
         spec.statistics.start(self._placement.size)
-        spec.remains.hosts.update(self._hosts)
+        spec.remains.hosts.update(host.name for host in self._placement.hosts)
         spec.remains.starts.append(self._number)
         with job_directory(self._number) as self._directory, TemporaryFile() as self._text:
             planned = self._prepare()
@@ -97,7 +98,7 @@ class Job:
 
     def _prepare(self) -> Plan:
         """Listen to the workers, and make the files that mpirun needs."""
-        spec, options, placement = self._spec, self._options, self._placement
+        spec, options, placement = self._spec, self._spec.options, self._placement
         secret, changed = new_secret(), self._signals.changed.set
         self._ranks = Ranks(spec, placement, self._directory, secret, self._output, changed)
         names = self._directory, self._number, secret, self._ranks.addresses
@@ -129,7 +130,7 @@ class Job:
             planned.command,
             env={**os.environ, **planned.settings},
             stdin=subprocess.DEVNULL,
-            stdout=2 if self._options.verbose else self._text,
+            stdout=2 if self._spec.options.verbose else self._text,
             stderr=subprocess.STDOUT,
             # In a separate session it gets no Ctrl-C of the terminal.
             start_new_session=True,
@@ -155,7 +156,8 @@ class Job:
             self._place = _conclusion(folder)
         self._ranks.note_silence()
         grace = 0.0 if self._signals.hurry else limits.SWEEP_GRACE
-        return await self._spec.remains.sweep(self._hosts, grace)
+        names = [host.name for host in self._placement.hosts]
+        return await self._spec.remains.sweep(names, grace)
 
     async def _wait(self) -> None:
         """Wait for the end of the job and of mpirun; end the job where that must be done."""
@@ -164,7 +166,7 @@ class Job:
         await self._until(self._must_end, float("inf"))
         if not self._all_over() and not self._has_ended():
             self._stopping = True
-            grace = limits.GRACE if self._signals.stop is None else self._options.stop_timeout
+            grace = limits.GRACE if self._signals.stop is None else self._spec.options.stop_timeout
             self._ranks.tell(stop=grace)
             await self._until(self._ranks.over, grace + limits.KILL_GRACE)
         self._ranks.release()
@@ -223,7 +225,7 @@ class Job:
         text = ""
         if verdict.culprit is not None:
             # An exception of `hvd_keras.run` repeats it, even if it has been printed just before.
-            repeats = self._options.call is not None
+            repeats = self._spec.options.call is not None
             text = self._output.traceback(verdict.culprit, recent=repeats)[0]
         elif verdict.waiting is not None:
             text = self._output.traceback(verdict.waiting)[1]

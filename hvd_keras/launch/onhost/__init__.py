@@ -14,6 +14,11 @@ _WITH_VALUE = re.compile(r"-[bBdEiIOPqsSuvx]*[WX]|--check-hash-based-pycs")
 _LAST = re.compile(r"-[bBdEiIOPqsSuvx]*[cm]")
 
 
+def is_python(path: str) -> bool:
+    """Whether a program is a Python, by its name."""
+    return path == sys.executable or bool(re.fullmatch(r"python[\d.]*", Path(path).name))
+
+
 def divide_python(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Divide the words behind a Python into its options, and the script, ``-m`` or ``-c`` on."""
     count = 0

@@ -4,10 +4,9 @@ Both ends know the job's secret. They prove it first, each way, without showing 
 message is JSON, with its length before it. Nothing is encrypted, and messages are not signed: who
 can change what travels between the hosts is outside the threat model (see SECURITY.md).
 
-    hvdrun -> worker   the greeting and a nonce
-    worker -> hvdrun   a nonce and the code of both nonces
-    hvdrun -> worker   another code of both nonces
-    then, both ways    messages
+    both ends   the greeting and a nonce
+    both ends   a code of both nonces and of who sends it
+    both ends   messages
 """
 
 import asyncio
@@ -26,7 +25,7 @@ from typing import Any
 
 from .limits import CONNECT_TIMEOUT, PROBE_INTERVAL, REACH_TIMEOUT, TRY_AGAIN
 
-GREETING = b"hvdrun 3 "
+GREETING = b"hvdrun 4 "
 
 NONCE, PROOF = 32, 64  # bytes of a nonce and of a proof, in hexadecimal digits
 
@@ -50,27 +49,19 @@ def new_secret() -> str:
 
 def prove(secret: str, is_hvdrun: bool) -> Generator[tuple[bytes, int], bytes, None]:
     """Yield what to send, and how many bytes to `send` here of the answer; 0 at the end."""
-
-    def code(who: bytes) -> bytes:
-        return hmac.new(secret.encode(), who + b"\0" + nonces, hashlib.sha256).hexdigest().encode()
-
-    def check(got: bytes, who: bytes) -> None:
-        if not hmac.compare_digest(got, code(who)):
-            raise ProtocolError("the other end does not know this job's secret")
-
-    own = secrets.token_hex(NONCE // 2).encode()
-    if is_hvdrun:
-        answer = yield GREETING + own, NONCE + PROOF
-        nonces = own + answer[:NONCE]
-        check(answer[NONCE:], b"worker")
-        yield code(b"hvdrun"), 0
-    else:
-        greeting = yield b"", len(GREETING) + NONCE
-        if not greeting.startswith(GREETING):
-            raise ProtocolError("the peer is not hvdrun, or speaks another protocol version")
-        nonces = greeting.removeprefix(GREETING) + own
-        check((yield own + code(b"worker"), PROOF), b"hvdrun")
-        yield b"", 0
+    own = GREETING + secrets.token_hex(NONCE // 2).encode()
+    other = yield own, len(own)
+    if not other.startswith(GREETING):
+        raise ProtocolError("the peer is not hvdrun, or speaks another protocol version")
+    nonces = own + other if is_hvdrun else other + own
+    codes = [
+        hmac.new(secret.encode(), who + nonces, hashlib.sha256).hexdigest().encode()
+        for who in (b"hvdrun", b"worker")
+    ]
+    got = yield codes[not is_hvdrun], PROOF
+    if not hmac.compare_digest(got, codes[is_hvdrun]):
+        raise ProtocolError("the other end does not know this job's secret")
+    yield b"", 0
 
 
 def pack(message: Mapping[str, Any]) -> bytes:

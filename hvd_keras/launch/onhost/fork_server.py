@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import divide_python, program
+from . import divide_python, is_python, program
 from .limits import SERVER_ANSWER, SERVER_START
 from .process import JOB, prepare, refuse_other_users
 from .script import folder_of, run
@@ -66,8 +66,8 @@ def _words(command: Sequence[str]) -> list[str]:
     """Return the script, or ``-m`` and the module, and its arguments; empty for other programs."""
     options, words = divide_python(command[1:])
     is_script = bool(words) and (words[0] == "-m" or words[0].endswith(".py"))
-    is_python = re.fullmatch(r"python[\d.]*", os.path.basename(command[0]))
-    return words if is_script and is_python and all(map(_OPTIONS.fullmatch, options)) else []
+    fits = is_script and is_python(command[0]) and all(map(_OPTIONS.fullmatch, options))
+    return words if fits else []
 
 
 def early(environment: Mapping[str, str]) -> dict[str, str]:

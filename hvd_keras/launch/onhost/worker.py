@@ -41,8 +41,9 @@ RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID
 TELL = "HVDRUN_TELL"
 CALL = "HVDRUN_CALL"
 
-# Files there: the pickled function with its arguments, and what the function has returned.
-FUNCTION, RESULT = "function", "result"
+# Files there: the pickled function with its arguments, what the function has returned, and that no
+# UsageError comes any more, so that an exit status of 2 is the function's.
+FUNCTION, RESULT, STARTED = "function", "result", "started"
 
 NOTICE = 1 << 18  # bytes of one message of the rank at most
 PIPE = 1 << 20  # bytes in a pipe at most

@@ -124,11 +124,6 @@ def is_here(name: str) -> bool:
     return True
 
 
-def count(hosts: Sequence[Host]) -> int:
-    """Return the number of slots, where that of each host is known."""
-    return sum(host.slots or 0 for host in hosts)
-
-
 @dataclass(frozen=True)
 class Placement:
     """The hosts of one start, with the number of ranks of each."""
@@ -144,7 +139,7 @@ class Placement:
     @property
     def size(self) -> int:
         """The number of ranks."""
-        return count(self.hosts)
+        return sum(host.slots or 0 for host in self.hosts)
 
     def describe(self) -> str:
         """Describe it in words, such as "2 ranks on this host, 1 core each"."""

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.onhost import limits, process, program, worker
-from hvd_keras.launch.start.hosts import Host, count
+from hvd_keras.launch.start.hosts import Placement
 from hvd_keras.runtime import mpi_library
 
 # What is started for each rank, and the environment variables that it must get.
@@ -30,7 +30,7 @@ VARIABLES = (process.JOB, worker.ADDRESSES, worker.SECRET)
 class Plan:
     """How one start of a job begins; a dialect adds the command, and what this needs."""
 
-    hosts: Sequence[Host]  # with the number of ranks of each
+    placement: Placement
     is_local: bool  # they are this host alone
     directory: Path  # for the job's files
     agent: str  # the script that mpirun calls as it would call ssh
@@ -44,7 +44,7 @@ class Plan:
 
     def start_by(self, path: str, *options: str) -> None:
         """Make the command of this mpirun or srun, with these options."""
-        self.command = [path, "-n", str(count(self.hosts)), *options, *self.extra, *WORKER]
+        self.command = [path, "-n", str(self.placement.size), *options, *self.extra, *WORKER]
 
     def describe(self) -> str:
         """Describe the plan for the user, without the secret."""
@@ -125,7 +125,7 @@ class OpenMpi4(Dialect):
             parameters[self.networks] = plan.network
             ours = ["--mca", "btl_tcp_if_include", plan.network]
         words = [word for one in parameters.items() for word in (self.option, *one)]
-        return ["-H", ",".join(map(str, plan.hosts)), *words, *ours]
+        return ["-H", ",".join(map(str, plan.placement.hosts)), *words, *ours]
 
     def rank_settings(self, memory: str) -> Mapping[str, str]:
         return {f"OMPI_MCA_btl_{self.memory}_backing_directory": memory}
@@ -167,7 +167,8 @@ class Hydra(Dialect):
                     "MPICH and Intel MPI start one there; set TMPDIR to another folder"
                 )
             agent, machines = plan.directory / "ssh", plan.directory / "machines"
-            plan.files |= {agent: plan.agent, machines: "".join(f"{host}\n" for host in plan.hosts)}
+            lines = "".join(f"{host}\n" for host in plan.placement.hosts)
+            plan.files |= {agent: plan.agent, machines: lines}
             words = ["-machinefile", str(machines)]
             words += ["-bootstrap", "ssh", "-bootstrap-exec", str(agent)]
             if plan.network is not None and "/" not in plan.network:

@@ -27,7 +27,7 @@ class Srun(Dialect):
         # For minutes, an earlier start on a lost node counts as running.
         words += ["--overlap", "--distribution=arbitrary"]  # as $SLURM_HOSTFILE says
         words += ["--overcommit"] * plan.oversubscribe
-        names = [host.name for host in plan.hosts for _ in range(host.slots or 0)]
+        names = [host.name for host in plan.placement.hosts for _ in range(host.slots or 0)]
         machines = plan.directory / "machines"
         plan.files[machines] = "\n".join([*names, ""])
         plan.settings["SLURM_HOSTFILE"] = str(machines)
