@@ -180,14 +180,12 @@ class Ranks:
                 await wait_for(self.output.room, limits.CHECK)
                 peer.heard = time.monotonic()
                 peer.send(waiting=True)  # it must hear from us while it cannot send
-        elif "notice" in message:
-            notice = message["notice"]
-            if "mark" in notice:
-                report.note(notice["mark"])
-                self.changed()
-            elif "statistics" in notice:
-                host = report.host or socket.gethostname()
-                self.spec.statistics.take(report.rank, host, notice["statistics"])
+        elif "mark" in message:
+            report.note(message["mark"])
+            self.changed()
+        elif "statistics" in message:
+            host = report.host or socket.gethostname()
+            self.spec.statistics.take(report.rank, host, message["statistics"])
         elif "input_was_read" in message:
             self._input_was_read.put_nowait(message["input_was_read"])
         elif "orphan" in message:
@@ -200,7 +198,6 @@ class Ranks:
                     file.write(base64.b64decode(message["result"]))
             except OSError as error:  # a full disk under $TMPDIR
                 self.problem = f"cannot store what rank {report.rank} has sent: {error}"
-                raise ProtocolError(str(error)) from error
         elif "report" in message:
             vars(report).update(message["report"], time=time.monotonic())
             if report.status == 0 and not report.phase:

@@ -79,12 +79,9 @@ def may_be_divided(
     """Whether each rank of a host may get cores of its own.
 
     Without that, Linux often wakes a rank on the core of the one that it has waited for, and leaves
-    both there, which takes twice the time while another core is idle.
-
-    Args:
-        masks: the cores that each rank may use. They differ if the user, or SLURM, has chosen them.
-        usable: how many of them a control group's quota leaves.
-        environment: of the ranks.
+    both there, which takes twice the time while another core is idle. The `masks`, the cores that
+    each rank may use, differ if the user, or SLURM, has chosen them; a control group's quota leaves
+    so many of them `usable`.
     """
     one, *others = map(set, masks)
     is_common = all(other == one for other in others)
@@ -98,12 +95,8 @@ def own_cores(
 
     Ranks share no core, nor its hyperthreads unless there are too few, and get neighbours of one
     NUMA node. If there are as many GPUs as ranks, those with GPUs of the same node are neighbours.
-
-    Args:
-        index: the rank's place among those of the host.
-        count: how many these are; at most as many as cores.
-        mask: the numbers of the cores that they may use.
-        system: where the kernel describes the host.
+    `index` is the rank's place among the `count` of the host, at most as many as the cores of the
+    `mask`, which they may use; in `system` the kernel describes the host.
     """
     whole: dict[tuple[int, str], list[int]] = collections.defaultdict(list)
     for core in sorted(mask):

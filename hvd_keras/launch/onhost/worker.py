@@ -290,7 +290,7 @@ class Worker:
             if "modules" in message:
                 self._start_server(message)
             else:
-                self._connection.send(notice=message)
+                self._connection.send(**message)
         return True
 
     def _start_server(self, told: dict[str, Any]) -> None:
