@@ -1,6 +1,5 @@
 """Checks the user's command before anything starts, so that a typo gives one error, not N."""
 
-import importlib.util
 import os
 import re
 import shutil
@@ -75,14 +74,10 @@ def _check_script(script: Path, python: str) -> None:
 def _check_packages(python: str) -> None:
     """Raise UsageError if this Python lacks what every rank needs; otherwise each rank would."""
     names = ("hvd_keras", "tensorflow", "torch")
-    own = os.path.realpath(sys.executable), os.path.realpath(Path(sys.executable).parent)
-    if (os.path.realpath(python), os.path.realpath(Path(python).parent)) == own:
-        missing = [name for name in names if importlib.util.find_spec(name) is None]
-    else:
-        look = "import importlib.util as u; print(*(n for n in %r if u.find_spec(n) is None))"
-        command = [python, "-c", look % (names,)]
-        # Not from here, where hvd_keras may be a folder of sources.
-        missing = subprocess.run(command, cwd="/", capture_output=True, text=True).stdout.split()
+    look = "import importlib.util as u; print(*(n for n in %r if u.find_spec(n) is None))"
+    command = [python, "-c", look % (names,)]
+    # Not from here, where hvd_keras may be a folder of sources.
+    missing = subprocess.run(command, cwd="/", capture_output=True, text=True).stdout.split()
     if "hvd_keras" in missing:
         raise UsageError(
             f"got the Python {python}, which has no hvd_keras; hvdrun belongs to\n"

@@ -196,10 +196,7 @@ _DETAILS: dict[str, dict[str, Any]] = {
     "--prefix": {"action": argparse.BooleanOptionalAction},
     "--nproc-per-node": {"dest": "per_host"},
     "--env": {"action": "append"},
-    "--version": {
-        "action": "version",
-        "version": f"hvdrun of hvd_keras {hvd_keras.__version__}",
-    },
+    "--version": {"action": "version", "version": f"hvdrun of hvd_keras {hvd_keras.__version__}"},
 }
 _POSITIVE, _NOT_NEGATIVE = functools.partial(_at_least, 1), functools.partial(_at_least, 0)
 _TYPES: dict[str, Callable[[str, str], Any]] = {

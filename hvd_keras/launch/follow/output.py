@@ -120,7 +120,7 @@ class Stream:
 
     A line that stays unfinished for PARTIAL_LINE_DELAY is shown as far as it is known, and broken
     there if another stream writes before its rest comes; without a prefix the bytes pass unchanged.
-    A `copy` gets every byte, in whole lines, and TensorFlow's notices, which the destination drops.
+    A `copy` gets every byte, and TensorFlow's notices, which the destination drops.
     """
 
     destination: Destination
@@ -131,37 +131,29 @@ class Stream:
     _shown: int = 0  # how many lines the destination had when this one wrote last
     _timer: asyncio.TimerHandle | None = None  # shows the unfinished line
     _pending: bytearray = field(default_factory=bytearray)  # the unfinished line
-    _passed: int = 0  # how much of it is shown
 
     def feed(self, data: bytes) -> None:
         """Take over new output and pass on the lines that are complete."""
         self.tail = (self.tail + data)[-TAIL_LIMIT:]
-        complete, end, rest = data.rpartition(b"\n")
-        if end:
-            self._pending += complete + end
-            self.finish()
-        self._pending += rest
-        if len(self._pending) > PARTIAL_LINE_LIMIT:
-            self.finish()
-        elif rest and self._timer is None:
+        is_long = len(self._pending) > PARTIAL_LINE_LIMIT
+        if complete := len(data) if is_long else data.rfind(b"\n") + 1:
+            self._pending += data[:complete]
+            self.flush()
+        self._pending += data[complete:]
+        if self._pending and self._timer is None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(PARTIAL_LINE_DELAY, self.flush)
 
-    def finish(self) -> None:
-        """Pass on all that is there, to the copy as well, where two streams meet."""
-        self.flush()
-        if self.copy is not None and self._pending:
-            self.copy.write(bytes(self._pending))
-        self._pending.clear()
-        self._passed = 0
-
     def flush(self) -> None:
-        """Show all that is there, with the unfinished line."""
+        """Pass on all that is there, with the unfinished line."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        lines = re.findall(rb"[^\n]*\n|[^\n]+", self._pending[self._passed :])
-        self._passed = len(self._pending)
+        data = bytes(self._pending)
+        self._pending.clear()
+        if self.copy is not None:
+            self.copy.write(data)
+        lines = re.findall(rb"[^\n]*\n|[^\n]+", data)
         if self.drops_notices:
             lines = [line for line in lines if line[-1:] != b"\n" or not NOTICE.match(line)]
         if lines:
@@ -247,7 +239,7 @@ class Output:
     def finish(self) -> None:
         """Show all that is unfinished."""
         for stream in self._streams.values():
-            stream.finish()
+            stream.flush()
 
     def write_raw(self, data: bytes) -> None:
         """Write to stderr as it is."""

@@ -183,13 +183,13 @@ def common_network(wanted: Iterable[Host]) -> str | None:
     found = set()
     try:
         for host in wanted:
-            address = ipaddress.ip_address(socket.gethostbyname(host.name))
             if not is_here(host.name):
-                near = [own for own in _interfaces().values() if address in own.network]
-                found.add(str(near[0].network) if near else None)
+                address = ipaddress.ip_address(socket.gethostbyname(host.name))
+                near = (own.network for own in _interfaces().values() if address in own.network)
+                found.add(str(next(near, "")))
     except OSError:
         return None
-    return found.pop() if len(found) == 1 else None
+    return (found.pop() or None) if len(found) == 1 else None
 
 
 def _interfaces() -> dict[str, ipaddress.IPv4Interface]:
