@@ -109,10 +109,9 @@ def build(given: argparse.Namespace) -> JobSpec:
     if given.per_host and wanted is None and (srun is not None or given.size):
         what = "-np" if srun is None else "a SLURM allocation"
         raise UsageError(f"got --nproc-per-node with {what} and no hosts; expected -np alone")
-    is_here = given.host_discovery_script is None
-    if wanted is not None:
-        is_here = len(wanted) == 1 and hosts.is_here(wanted[0].name)
-    if is_local := srun is None and is_here:
+    names = ["localhost"] if wanted is None else [host.name for host in wanted]
+    is_one = given.host_discovery_script is None and len(names) == 1
+    if is_local := srun is None and is_one and hosts.is_here(names[0]):
         wanted = [_this_host(given, wanted)]
     if given.check:
         words.append(dialect.path)

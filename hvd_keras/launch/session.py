@@ -16,8 +16,6 @@ from pathlib import Path
 from hvd_keras.launch.onhost.cores import THREAD_VARIABLES
 from hvd_keras.runtime import libraries, settings
 
-_held: list[socket.socket] = []  # while it is open, the process of the first rank lives
-
 
 def start(np: int | None, hosts: str | None, *command: str) -> None:
     """Start ranks, and make this process the first one, which has not joined their job yet.
@@ -54,7 +52,7 @@ def start(np: int | None, hosts: str | None, *command: str) -> None:
         environment = json.loads(text.readline())
     os.environ.update({k: v for k, v in environment.items() if k not in THREAD_VARIABLES})
     settings.read.cache_clear()
-    _held.append(first)
+    # While the thread holds the connection open, the process of the first rank lives.
     threading.Thread(target=_watch, args=[first], daemon=True).start()
 
 

@@ -11,7 +11,6 @@ can change what travels between the hosts is outside the threat model (see SECUR
 
 import asyncio
 import contextlib
-import hashlib
 import hmac
 import json
 import os
@@ -55,7 +54,7 @@ def prove(secret: str, is_hvdrun: bool) -> Generator[tuple[bytes, int], bytes, N
         raise ProtocolError("the peer is not hvdrun, or speaks another protocol version")
     nonces = own + other if is_hvdrun else other + own
     codes = [
-        hmac.new(secret.encode(), who + nonces, hashlib.sha256).hexdigest().encode()
+        hmac.digest(secret.encode(), who + nonces, "sha256").hex().encode()
         for who in (b"hvdrun", b"worker")
     ]
     got = yield codes[not is_hvdrun], PROOF

@@ -223,8 +223,7 @@ def _beside(library: str) -> Iterator[str]:
     suffix = ".mpich" if "libmpich" in library else ".openmpi"
     for folder in [str(parent / "bin") for parent in Path(library).parents[1:4]]:
         for name in (f"mpirun{suffix}", "mpirun", "mpiexec", "mpiexec.hydra"):
-            path = shutil.which(name, path=folder)
-            if path is not None:
+            if path := shutil.which(name, path=folder):
                 yield path
 
 
