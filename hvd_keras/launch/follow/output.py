@@ -135,7 +135,7 @@ class Stream:
     def feed(self, data: bytes) -> None:
         """Take over new output and pass on the lines that are complete."""
         self.tail = (self.tail + data)[-TAIL_LIMIT:]
-        is_long = len(self._pending) > PARTIAL_LINE_LIMIT
+        is_long = len(self._pending) + len(data) > PARTIAL_LINE_LIMIT
         if complete := len(data) if is_long else data.rfind(b"\n") + 1:
             self._pending += data[:complete]
             self.flush()
