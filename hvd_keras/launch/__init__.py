@@ -1,7 +1,7 @@
 """The launcher `hvdrun`: starts the ranks of a job with mpirun and judges how the job ended.
 
-Here: the command line, what the user asked for, and the order of events. Nothing in this package
-imports TensorFlow, Keras or MPI: the launcher must start at once.
+Here: the command line, what the user asked for, the order of events, and the connections to the
+ranks. Nothing in this package imports TensorFlow, Keras or MPI: the launcher must start at once.
 """
 
 import sys

@@ -180,9 +180,7 @@ class Job:
     async def _until(self, condition: Callable[[], bool], seconds: float) -> None:
         """Wait for it, at most so long, and not when the user is in a hurry."""
         limit = time.monotonic() + seconds
-        while not condition() and (left := limit - time.monotonic()) > 0:
-            if self._signals.hurry:
-                return
+        while not (condition() or self._signals.hurry) and (left := limit - time.monotonic()) > 0:
             await wait_for(self._signals.changed, min(left, limits.CHECK))
 
     def _has_ended(self) -> bool:

@@ -1,1 +1,1 @@
-"""Everything hvdrun does while the ranks run: connections, output, input, judging the outcome."""
+"""What hvdrun has while the ranks run: output, statistics, signals, the judgement of the end."""

@@ -51,7 +51,7 @@ def prove(secret: str, is_hvdrun: bool) -> Generator[tuple[bytes, int], bytes, N
     own = GREETING + secrets.token_hex(NONCE // 2).encode()
     other = yield own, len(own)
     if not other.startswith(GREETING):
-        raise ProtocolError("the peer is not hvdrun, or speaks another protocol version")
+        raise ProtocolError("the other end does not speak this version of the protocol")
     nonces = own + other if is_hvdrun else other + own
     codes = [
         hmac.digest(secret.encode(), who + nonces, "sha256").hex().encode()
