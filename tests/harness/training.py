@@ -74,13 +74,9 @@ def assert_trains_like_one_process(
     rtol: float = 1e-4,
     atol: float = 1e-5,
     sparse_as_dense: bool = False,
-    make_alone: Callable[[], keras.Model] | None = None,
     **compile_arguments: Any,
 ) -> keras.Model:
-    """Checks that N ranks with batch B get the weights of one process with batch N * B.
-
-    ``make_alone`` makes the model for the one process, if it differs.
-    """
+    """Checks that N ranks with batch B get the weights of one process with batch N * B."""
     rank, size = hvd.rank(), hvd.size()
     together = make_model()
     set_weights(together, seed=rank)  # the broadcast must make them equal
@@ -100,7 +96,7 @@ def assert_trains_like_one_process(
     if rank > 0:  # the weights are equal on all ranks, so rank 0 is enough
         return together
 
-    alone = (make_alone or make_model)()
+    alone = make_model()
     set_weights(alone, seed=0)
     start = flat(alone)
     alone.compile(optimizer=make_optimizer(), loss="mse", **compile_arguments)

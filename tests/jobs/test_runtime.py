@@ -30,9 +30,9 @@ def alone(directory: pathlib.Path, script: str, **env: str) -> subprocess.Comple
     )
 
 
-def test_before_init_everything_says_so(tmp_path: pathlib.Path) -> None:
+def test_before_init_everything_says_so_and_one_process_is_a_world(tmp_path: pathlib.Path) -> None:
     script = HEAD + textwrap.dedent("""
-        import keras
+        import keras, numpy as np
         assert not hvd.is_initialized()
         calls = [hvd.rank, hvd.size, hvd.local_rank, hvd.local_size, hvd.cross_rank, hvd.cross_size]
         calls += [
@@ -51,14 +51,7 @@ def test_before_init_everything_says_so(tmp_path: pathlib.Path) -> None:
             else:
                 raise AssertionError(call)
         hvd.shutdown()  # of nothing: harmless
-    """)
-    result = alone(tmp_path, script)
-    assert result.returncode == 0, result.stderr
 
-
-def test_one_process_is_a_world_of_size_1(tmp_path: pathlib.Path) -> None:
-    script = HEAD + textwrap.dedent("""
-        import keras, numpy as np
         hvd.init()
         hvd.init()
         assert hvd.is_initialized()
@@ -105,25 +98,6 @@ def test_mpi4py_works_beside(tmp_path: pathlib.Path, first: str) -> None:
     assert job.output.count("all is well") == 2
 
 
-@pytest.mark.slow
-def test_exception_on_one_rank_reaches_all(tmp_path: pathlib.Path) -> None:
-    script = HEAD + textwrap.dedent("""
-        hvd.init()
-        for step in range(10):
-            if hvd.rank() == 1 and step == 3:
-                raise RuntimeError("bad luck in step 3")
-            hvd.allreduce(tf.ones(4))
-    """)
-    job = ranks.run_script(tmp_path, 3, script, timeout=900)
-    assert job.status != 0
-    lines = job.output.splitlines()
-    for rank in (0, 2):
-        text = "\n".join(line for line in lines if line.startswith(f"[1,{rank}]"))
-        assert "rank 1 has left the job: RuntimeError: bad luck in step 3" in text, job.output
-    culprit = "\n".join(line for line in lines if line.startswith("[1,1]"))
-    assert "Traceback" in culprit, job.output
-
-
 def test_exception_on_one_rank_while_the_others_compute(tmp_path: pathlib.Path) -> None:
     """Nobody waits for the failing rank, so nobody gets its error: it must end the job itself."""
     script = HEAD + textwrap.dedent("""
@@ -138,16 +112,12 @@ def test_exception_on_one_rank_while_the_others_compute(tmp_path: pathlib.Path) 
     assert "RuntimeError: bad luck" in job.output
 
 
-@pytest.mark.parametrize(
-    "end",
-    ["hvd.shutdown()", *(pytest.param(f"sys.exit({n})", marks=pytest.mark.slow) for n in (0, 3))],
-)
-def test_rank_that_ends_early_fails_the_others(tmp_path: pathlib.Path, end: str) -> None:
-    script = HEAD + textwrap.dedent(f"""
+def test_rank_that_leaves_early_fails_the_others(tmp_path: pathlib.Path) -> None:
+    script = HEAD + textwrap.dedent("""
         hvd.init()
         for step in range(10):
             if hvd.rank() == 1 and step == 3:
-                {end}
+                hvd.shutdown()
                 break
             hvd.allreduce(tf.ones(4), name="gradient")
     """)
@@ -213,6 +183,7 @@ def test_ranks_that_wait_for_different_things_are_reported(tmp_path: pathlib.Pat
     [
         ("HVD_STALL_WARNING_SECONDS", "soon", "'soon', expected a number of seconds"),
         ("HVD_BUCKET_BYTES", "0", "'0', expected a positive number of bytes"),
+        ("HVD_MISMATCH_SECONDS", "-1", "'-1', expected a number"),
     ],
 )
 def test_bad_settings(tmp_path: pathlib.Path, name: str, value: str, expected: str) -> None:

@@ -145,20 +145,6 @@ def test_metrics_that_differ_are_refused() -> None:
         fit(model, [hvd.callbacks.MetricAverageCallback()], validation_data=validation)
 
 
-def test_early_stopping_decides_the_same_everywhere() -> None:
-    class Log(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            logs["watched"] = float(epoch if RANK == 0 else 2 - epoch)
-
-    model = compiled(training.dense_model())
-    stop = keras.callbacks.EarlyStopping(monitor="watched", mode="max", patience=0)
-    history = fit(model, [Log(), hvd.callbacks.MetricAverageCallback(), stop], epochs=4)
-    epochs = len(history["watched"])
-    assert set(agree.gather_json("epochs", epochs)) == {epochs}
-    if SIZE == 2:
-        assert epochs == 2  # 0 + 2, then 1 + 1: no better
-
-
 def rates(model: keras.Model) -> float:
     return float(model.optimizer.learning_rate)
 
@@ -308,28 +294,6 @@ def test_checkpoint_is_written_by_rank_0_alone(directory: pathlib.Path, save_fre
         np.testing.assert_array_equal(training.flat(saved), training.flat(model))
 
 
-def test_best_checkpoint_is_chosen_by_all_ranks_metrics(directory: pathlib.Path) -> None:
-    class Log(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            # On rank 0 alone the second epoch looks worse; over all ranks it is better.
-            logs["watched"] = [5.0, 6.0][epoch] if RANK == 0 else [5.0, 1.0][epoch]
-
-    model = compiled(training.dense_model())
-    best = hvd.callbacks.ModelCheckpoint(
-        directory / "best.weights.h5",
-        monitor="watched",
-        mode="min",
-        save_best_only=True,
-        save_weights_only=True,
-    )
-    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-    fit(model, [broadcast, Log(), hvd.callbacks.MetricAverageCallback(), best], epochs=2)
-    if SIZE > 1:
-        saved = training.dense_model()
-        saved.load_weights(directory / "best.weights.h5")
-        np.testing.assert_array_equal(training.flat(saved), training.flat(model))
-
-
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("cls", [hvd.callbacks.ModelCheckpoint, keras.callbacks.ModelCheckpoint])
 @pytest.mark.parametrize("save_freq", ["epoch", 2])
@@ -389,19 +353,6 @@ def test_saved_model_loads_and_trains_without_hvd_keras(directory: pathlib.Path)
         )
         assert "went on" in output.stdout, output.stderr
     hvd.allreduce([1.0])
-
-
-def test_loaded_model_can_be_wrapped_and_goes_on(directory: pathlib.Path) -> None:
-    model = compiled(training.dense_model(), keras.optimizers.Adam(0.01))
-    fit(model, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
-    if RANK == 0:
-        model.save(directory / "model.keras")
-    hvd.allreduce([1.0])
-    loaded = keras.models.load_model(directory / "model.keras")
-    loaded.compile(optimizer=hvd.DistributedOptimizer(loaded.optimizer), loss="mse")
-    fit(loaded, [])
-    fit(model, [])
-    np.testing.assert_allclose(training.flat(loaded), training.flat(model), rtol=1e-5, atol=1e-6)
 
 
 def test_all_ranks_export_to_one_path(directory: pathlib.Path) -> None:

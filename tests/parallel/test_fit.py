@@ -34,10 +34,6 @@ def arrays(x, y, batch):
     return {"x": x, "y": y, "batch_size": batch}
 
 
-def dataset(x, y, batch):
-    return {"x": tf.data.Dataset.from_tensor_slices((x, y)).batch(batch)}
-
-
 def py_dataset(x, y, batch):
     return {"x": Batches(x, y, batch)}
 
@@ -78,53 +74,9 @@ def assert_equal(alone, together, **tolerance) -> None:
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("feed", [arrays, dataset, py_dataset, generator])
+@pytest.mark.parametrize("feed", [py_dataset, generator])
 def test_kinds_of_data(feed) -> None:
     assert_equal(*both(training.dense_model, feed, epochs=2))
-
-
-def test_last_batch_is_shorter() -> None:
-    def shorter(x, y, batch):
-        rows = len(x) - batch // 2  # equal on all ranks: the last batch has half the rows
-        return arrays(x[:rows], y[:rows], batch)
-
-    alone, together = training.dense_model(), training.dense_model()
-    x, y = training.data(alone, SIZE)
-    # Of the last step, one process has the first rows of every rank.
-    cut = len(x) - SIZE * training.BATCH
-    last = np.arange(cut, len(x)).reshape(SIZE, training.BATCH)[:, : training.BATCH // 2].ravel()
-    rows = np.concatenate([np.arange(cut), last])
-    optimizer = hvd.DistributedOptimizer(optimizers.SGD(0.1))
-    shards = training.shard(x, RANK, SIZE), training.shard(y, RANK, SIZE)
-    for net, how, data in (
-        (alone, optimizers.SGD(0.1), arrays(x[rows], y[rows], SIZE * training.BATCH)),
-        (together, optimizer, shorter(*shards, training.BATCH)),
-    ):
-        training.set_weights(net, seed=0)
-        net.compile(optimizer=how, loss="mse")
-        net.fit(**data, epochs=2, shuffle=False, verbose=0)
-    assert_equal(alone, together)
-
-
-@pytest.mark.slow
-def test_layer_frozen_between_two_fits() -> None:
-    def twice(net, optimizer_of, data):
-        training.set_weights(net, seed=0)
-        for trainable in (True, False, True):
-            net.layers[0].trainable = trainable
-            net.compile(optimizer=optimizer_of(), loss="mse")
-            net.fit(**data, shuffle=False, verbose=0)
-
-    alone, together = training.dense_model(), training.dense_model()
-    x, y = training.data(alone, SIZE)
-    shards = training.shard(x, RANK, SIZE), training.shard(y, RANK, SIZE)
-    twice(alone, lambda: optimizers.Adam(0.01), arrays(x, y, SIZE * training.BATCH))
-    twice(
-        together,
-        lambda: hvd.DistributedOptimizer(optimizers.Adam(0.01)),
-        arrays(*shards, training.BATCH),
-    )
-    assert_equal(alone, together)
 
 
 def test_two_models_and_optimizers_that_take_turns() -> None:
@@ -178,26 +130,6 @@ def test_several_outputs_with_weights() -> None:
     assert_equal(*both(make, feed, **losses))
 
 
-def test_sample_weights() -> None:
-    def feed(x, y, batch):
-        weight = 0.5 + (np.abs(x[:, 0]) > 0.7)
-        return {**arrays(x, y, batch), "sample_weight": weight}
-
-    assert_equal(*both(training.dense_model, feed))
-
-
-def test_class_weights() -> None:
-    def make():
-        return keras.Sequential(
-            [keras.Input((5,)), keras.layers.Dense(4), keras.layers.Dense(2, activation="softmax")]
-        )
-
-    def feed(x, y, batch):
-        return {**arrays(x, (y[:, 0] > 0).astype(int), batch), "class_weight": {0: 0.2, 1: 3.0}}
-
-    assert_equal(*both(make, feed, loss="sparse_categorical_crossentropy"))
-
-
 def test_convolution_with_regularisation_and_constraints() -> None:
     def make():
         layers = keras.layers
@@ -213,33 +145,6 @@ def test_convolution_with_regularisation_and_constraints() -> None:
         )
 
     assert_equal(*both(make))
-
-
-def test_recurrent_text_model() -> None:
-    def make():
-        layers = keras.layers
-        return keras.Sequential(
-            [
-                keras.Input((3,), dtype="int32"),
-                layers.Embedding(training.WORDS, 4, mask_zero=True),
-                layers.LSTM(3),
-                layers.Dense(1),
-            ]
-        )
-
-    def padded(x, *rest):
-        return arrays(-np.sort(-x), *rest)  # on the right: cuDNN takes no other mask
-
-    assert_equal(*both(make, padded, optimizer=lambda: optimizers.Adam(0.01)))
-
-
-def test_mixed_bfloat16_keeps_the_ranks_equal() -> None:
-    keras.config.set_dtype_policy("mixed_bfloat16")
-    try:
-        alone, together = both(training.dense_model)
-    finally:
-        keras.config.set_dtype_policy("float32")
-    assert_equal(alone, together, rtol=0.1, atol=0.05)  # rounded in other places
 
 
 def test_variables_that_are_overwritten_by_their_gradient() -> None:

@@ -117,10 +117,12 @@ def test_a_model_of_one_rank_is_written_by_that_rank(directory: pathlib.Path) ->
     assert {path.name for path in mine.rglob("*.*")} == {"log.csv", "1.keras"}
 
 
-def test_the_best_checkpoint_is_chosen_by_all_ranks_metrics(directory: pathlib.Path) -> None:
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("cls", [keras.callbacks.ModelCheckpoint, hvd.callbacks.ModelCheckpoint])
+def test_the_best_checkpoint_is_chosen_by_all_ranks_metrics(directory: pathlib.Path, cls) -> None:
     # On rank 0 alone the second epoch looks worse; over all ranks it is better.
     watch = Watch([5.0, 6.0] if RANK == 0 else [5.0, 1.0])
-    best = keras.callbacks.ModelCheckpoint(
+    best = cls(
         directory / "best.weights.h5",
         monitor="watched",
         mode="min",

@@ -176,23 +176,16 @@ def mse(reduction: str | None = NONE):
     return lambda: losses.MeanSquaredError(reduction=reduction)
 
 
-def accumulating(rate: float) -> keras.optimizers.Optimizer:
-    return SGD(rate, gradient_accumulation_steps=2)
-
-
 def ignored(y: np.ndarray) -> np.ndarray:
     """Classes of which those below 0 are ignored: most of those of one rank."""
     rank_of = np.arange(len(y)) // ROWS % SIZE
     return np.where(y[..., 0] + 0.7 * rank_of[:, None] > 0.5, 0, 1)[:, :LENGTH]
 
 
+# Random programs (tests/programs) have masks with weights, accumulation and other reductions.
 CASES = {
     "masked": {"make": masked},
     "XLA": {"make": masked, "jit": True},
-    "accumulation": {"make": masked, "optimizer": accumulating},
-    "mask and weights": {"make": masked, "weighted": True},
-    "by weights": {"make": masked, "weighted": True, "loss": mse("mean_with_sample_weight")},
-    "Adam": {"make": masked, "optimizer": lambda rate: keras.optimizers.Adam(rate / 10)},
     "own compute_loss": {"make": own_compute_loss},
     "own train_step": {"make": own_step},
     "two outputs": {
@@ -200,7 +193,6 @@ CASES = {
         "targets": lambda y: {"a": y, "b": y[:, 0]},
         "loss": {"a": mse(), "b": mse()},
     },
-    "sum": {"make": masked, "loss": mse("sum"), "optimizer": lambda rate: SGD(rate / 100)},
 }
 
 

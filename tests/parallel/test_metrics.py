@@ -220,33 +220,6 @@ def test_metrics_are_those_of_one_process(outputs, make_metrics, weighted, argum
     assert all(theirs == everyone[0] for theirs in everyone)
 
 
-@pytest.mark.slow
-def test_without_validation_and_with_validation_now_and_then() -> None:
-    train, val = binary(training_data), binary(validation_data)
-    for more in {}, {"validation_freq": 2}:
-        validation = [part[:2] if more else None for part in (of_all_ranks(val), val(RANK))]
-        alone, model = (make_model(distributed=d, metrics=["accuracy"]) for d in (False, True))
-        expected = fit(alone, of_all_ranks(train)[:2], validation[0], epochs=3, **more)
-        logs = fit(model, train(RANK)[:2], validation[1], averaged(), epochs=3, **more)
-        assert_equal(logs, expected)
-        assert len(logs.get("val_loss", [])) == (1 if more else 0)
-
-
-def test_while_the_model_learns() -> None:
-    x, y = training.data(training.dense_model(), SIZE)
-    y = (y > 0).astype("float32")
-
-    def chosen() -> list:
-        return [keras.metrics.RootMeanSquaredError(name="rmse"), keras.metrics.AUC(name="auc")]
-
-    alone = make_model(distributed=False, rate=0.5, metrics=chosen())
-    expected = alone.fit(x, y, SIZE * BATCH, epochs=3, shuffle=False, verbose=0).history
-    shards = training.shard(x, RANK, SIZE), training.shard(y, RANK, SIZE)
-    logs = fit(make_model(rate=0.5, metrics=chosen()), shards, None, averaged(), epochs=3)
-    assert_equal(logs, expected, 1e-5)
-    assert logs["loss"][2] < logs["loss"][0]
-
-
 def test_several_outputs() -> None:
     def model(distributed: bool) -> keras.Model:
         inputs = keras.Input((5,))

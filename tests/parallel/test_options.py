@@ -337,33 +337,6 @@ def test_load_model_takes_an_optimizer_that_its_maker_has_distributed(tmp_path) 
     training.assert_bit_identical_on_all_ranks(loaded)
 
 
-def normalised(synchronized) -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.Input((5,)),
-            keras.layers.Dense(4),
-            synchronized(momentum=0.5),
-            keras.layers.Dense(1),
-        ]
-    )
-
-
-def keras_layer(**kwargs):
-    return keras.layers.BatchNormalization(synchronized=True, **kwargs)
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("layer", [hvd.SyncBatchNormalization, keras_layer])
-def test_synchronised_batch_normalisation_trains_like_one_process(layer) -> None:
-    training.assert_trains_like_one_process(
-        lambda: normalised(layer),
-        lambda: optimizers.SGD(0.05),
-        rtol=1e-3,
-        atol=1e-4,
-        make_alone=lambda: normalised(keras.layers.BatchNormalization),
-    )
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_synchronised_statistics_of_unequal_batches(compiled: bool) -> None:
     layer = hvd.SyncBatchNormalization(momentum=0.0, axis=-1)
@@ -388,7 +361,8 @@ def test_plain_batch_normalisation_stays_local() -> None:
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("known_length", [False, True])
 def test_moving_statistics_are_averaged_before_they_are_saved(known_length: bool) -> None:
-    model = normalised(keras.layers.BatchNormalization)
+    layers = [keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((5,)), *layers])
     training.set_weights(model, seed=0)
     model.compile(optimizer=hvd.DistributedOptimizer(optimizers.SGD(0.01)), loss="mse")
     x, y = training.data(model, SIZE)

@@ -99,12 +99,6 @@ def test_other_optimizers(optimizer: str) -> None:
     training.assert_trains_like_one_process(training.dense_model, SPECIAL[optimizer], atol=1e-4)
 
 
-def test_several_steps_per_execution() -> None:
-    training.assert_trains_like_one_process(
-        training.dense_model, MAIN["sgd"], steps_per_execution=4
-    )
-
-
 @pytest.mark.parametrize("model", MODELS)
 def test_buckets_smaller_than_a_gradient(model: str, monkeypatch) -> None:
     from hvd_keras.runtime import settings
@@ -137,13 +131,6 @@ def test_sparse_as_dense_is_alike_on_one_rank() -> None:
     np.testing.assert_allclose(training.flat(together), training.flat(alone), rtol=1e-4, atol=1e-5)
     for one in sets:
         hvd.remove_process_set(one)
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_gradient_accumulation(model: str) -> None:
-    training.assert_trains_like_one_process(
-        MODELS[model], lambda: optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=3)
-    )
 
 
 def test_gradient_accumulation_communicates_in_updates_only() -> None:
@@ -235,27 +222,6 @@ def test_overflow_on_one_rank_skips_the_step_on_all() -> None:
     assert float(optimizer.dynamic_scale) == 4.0
     step(tf.fill([3], 4.0 * (RANK + 1)))
     np.testing.assert_allclose(variable, np.full(3, -(SIZE + 1) / 2), rtol=1e-6)
-
-
-def test_mixed_float16_in_fit() -> None:
-    keras.config.set_dtype_policy("mixed_float16")
-    try:
-        model = training.dense_model()
-    finally:
-        keras.config.set_dtype_policy("float32")
-    model.compile(optimizer=hvd.DistributedOptimizer(optimizers.SGD(0.1)), loss="mse")
-    assert isinstance(model.optimizer, optimizers.LossScaleOptimizer)
-    x, y = training.data(model, SIZE)
-    if RANK == SIZE - 1:
-        x = x * 1e4  # overflows in float16, here only
-    model.fit(
-        training.shard(x, RANK, SIZE),
-        training.shard(y, RANK, SIZE),
-        batch_size=training.BATCH,
-        verbose=0,
-        callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)],
-    )
-    training.assert_bit_identical_on_all_ranks(model)
 
 
 @pytest.mark.cases(2)

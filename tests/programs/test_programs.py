@@ -3,8 +3,23 @@
 from tests.programs import draw, run
 
 SEEDS = (121, 372, 422, 424, 514, 751, 906, 948, 1245, 1273, 1316, 1341, 5154, 5254, 5576, 5991)
+# What those do not have.
+MORE = {
+    "xla": {
+        **{"mode": "xla", "optimizer": "Adam", "option": "global_clipnorm", "accumulation": 2},
+        **{"inputs": "dict", "outputs": "dict", "loss": "huber", "then": ["freeze"]},
+        **{"data": "local", "rest": 6, "validation": "local"},
+    },
+    "lstm": {
+        **{"body": "lstm", "loss": "categorical", "optimizer": "Adagrad", "option": "clipvalue"},
+        **{"data": "rows", "order": "hvd", "weights": "sample", "metrics": "weighted"},
+        **{"validation": "padded", "mode": "graph", "then": ["evaluate"]},
+    },
+}
 
 
 def test_random_programs() -> None:
     # None differs, and none fails alone or differs from itself, which would prove nothing.
-    assert run.run({str(seed): draw.draw(seed) for seed in SEEDS}, (2, 3)) == ({}, {})
+    specs = {str(seed): draw.draw(seed) for seed in SEEDS}
+    assert all(draw.legal(spec) == spec for spec in MORE.values())
+    assert run.run(specs | MORE, (2, 3)) == ({}, {})

@@ -9,6 +9,7 @@ import sqlite3
 import sys
 import tempfile
 
+import auto_steps
 import h5py
 import keras
 import numpy as np
@@ -406,7 +407,7 @@ def libraries():
 if __name__ == "__main__":
     counts = []
     for name in sys.argv[1:]:
-        globals()[name]()
+        (vars(auto_steps) | globals())[name]()
         counts.append([name, sum(seen)])
         seen.clear()
     with open("rows", "w") as file:

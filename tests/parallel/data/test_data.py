@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import hvd_keras as hvd
 from hvd_keras import data
-from hvd_keras.runtime import agree
+from hvd_keras.runtime import agree, log
 from tests.harness import training
 from tests.harness.shards import (
     BATCH,
@@ -203,25 +203,6 @@ def test_own_sample_weights_are_scaled_not_replaced() -> None:
     np.testing.assert_allclose(weights["b"], np.stack([expected, 2 * expected], axis=1))
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize(("rest", "weighted"), [(1, False), (TOGETHER - 2, True)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_padded_job_trains_like_one_process(kind: str, rest: int, weighted: bool) -> None:
-    parts = samples(2 * TOGETHER + rest)[: 3 if weighted else 2]
-    alone = training.dense_model()
-    training.set_weights(alone, seed=0)
-    start = training.flat(alone)
-    alone.compile(optimizer=momentum(), loss="mse")
-    own = {"sample_weight": parts[2]} if weighted else {}
-    alone.fit(*parts[:2], **own, batch_size=TOGETHER, epochs=2, shuffle=False, verbose=0)
-
-    together = distributed_model()
-    together.fit(shard(kind, *parts, shuffle=False, uneven="pad"), epochs=2, verbose=0)
-    assert np.abs(training.flat(alone) - start).max() > 1e-2, "training did nothing"
-    np.testing.assert_allclose(training.flat(together), training.flat(alone), rtol=1e-4, atol=1e-5)
-    training.assert_bit_identical_on_all_ranks(together)
-
-
 @pytest.mark.parametrize("labels", ["numbers", "column", "one-hot", "sequences"])
 def test_class_weights_multiply_those_of_padded_rows(labels: str) -> None:
     x, *_ = samples(2 * TOGETHER + 1)
@@ -248,21 +229,6 @@ def test_class_weights_multiply_those_of_padded_rows(labels: str) -> None:
     own = data.shard((x, y, np.ones(len(x))), batch_size=BATCH, shuffle=False, uneven="pad")
     with pytest.raises(ValueError, match=r"class_weight.*sample_weight"):
         together.fit(own, **weights)
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("kind", KINDS)
-def test_shared_last_step_trains_like_the_short_batch_of_one_process(kind: str) -> None:
-    x, y, _ = samples(2 * TOGETHER + 3 * SIZE)
-    alone = training.dense_model()
-    training.set_weights(alone, seed=0)
-    alone.compile(optimizer=momentum(), loss="mse")
-    alone.fit(x, y, batch_size=TOGETHER, epochs=2, shuffle=False, verbose=0)
-    together = distributed_model()
-    together.fit(shard(kind, x, y, shuffle=False), epochs=2, verbose=0)
-    assert int(together.optimizer.iterations) == 6
-    np.testing.assert_allclose(training.flat(together), training.flat(alone), rtol=1e-4, atol=1e-5)
-    training.assert_bit_identical_on_all_ranks(together)
 
 
 def test_shuffled_epochs_of_fit_are_those_of_one_process_and_can_be_resumed() -> None:
@@ -302,6 +268,22 @@ def test_evaluate_gives_the_mean_over_all_rows(kind: str) -> None:
         assert loss == pytest.approx(expected["loss"], rel=1e-5)
         mae = sum(theirs["mae"] * rows for theirs, rows in everyone) / length
         assert mae == pytest.approx(expected["mae"], rel=1e-5)
+
+
+def test_padding_for_training_is_told_in_validation(monkeypatch) -> None:
+    """And padding for evaluation gives the values of one process."""
+    told: list[str] = []
+    monkeypatch.setattr(log, "warn_once", told.append)
+    x, y, _ = samples(TOGETHER + 1)
+    model = distributed_model()
+    model.fit(shard("arrays", x[:TOGETHER], y[:TOGETHER]), verbose=0)
+    expected = model.evaluate(x, y, verbose=0)
+    for evaluation in (True, False):
+        rows = shard("arrays", x, y, uneven="pad", shuffle=False, evaluation=evaluation)
+        loss = model.evaluate(rows, callbacks=[hvd.callbacks.MetricAverageCallback()], verbose=0)
+        assert not evaluation or loss == pytest.approx(expected, rel=1e-5)
+        tells = any("evaluation=True" in text for text in told)
+        assert tells == (not evaluation and SIZE > 1 and RANK == 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

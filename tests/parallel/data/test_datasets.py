@@ -21,7 +21,6 @@ from tests.harness.shards import (
     distributed_model,
     error_of,
     job_pass,
-    momentum,
     numbered,
     of_all,
     rows_dataset,
@@ -151,20 +150,6 @@ def test_dataset_of_unknown_length_ends_after_the_same_step_on_all_ranks(make) -
     for *_, weights in data.shard(make(), batch_size=BATCH, uneven="pad", evaluation=True):
         assert set(weights.numpy()) <= {0, np.float32(3 * TOGETHER / LENGTH)}
     assert "whole steps" in error_of(data.shard, make(), batch_size=BATCH, uneven="error")
-
-
-def test_fit_on_data_of_unknown_length_trains_like_one_process() -> None:
-    x, y, _ = samples(2 * TOGETHER + SIZE)
-    spec = (tf.TensorSpec((5,)), tf.TensorSpec((1,)))
-    source = tf.data.Dataset.from_generator(lambda: zip(x, y, strict=True), output_signature=spec)
-    alone = training.dense_model()
-    training.set_weights(alone, seed=0)
-    alone.compile(optimizer=momentum(), loss="mse")
-    alone.fit(source.batch(TOGETHER), epochs=3, verbose=0)
-    together = distributed_model()
-    together.fit(data.shard(source.batch(BATCH)), epochs=3, verbose=0)
-    assert int(together.optimizer.iterations) == 9
-    np.testing.assert_allclose(training.flat(together), training.flat(alone), rtol=1e-4, atol=1e-5)
 
 
 def test_padded_batches_are_padded_anew_where_they_are_mixed() -> None:

@@ -412,12 +412,6 @@ def test_synchronized_batch_norm_with_a_shorter_batch() -> None:
     )
 
 
-def test_gradient_accumulation() -> None:
-    assert_trains_as_without_xla(
-        training.dense_model, lambda: optimizers.SGD(0.1, gradient_accumulation_steps=2)
-    )
-
-
 def test_loss_scaling_skips_a_step_that_overflows_on_one_rank() -> None:
     def make():
         keras.config.set_dtype_policy("mixed_float16")

@@ -280,25 +280,6 @@ def test_restart_with_other_data(directory, kind: str) -> None:
     assert_same_state(again, undisturbed)
 
 
-@pytest.mark.slow
-def test_restart_with_a_dataset_that_shuffles_itself(directory) -> None:
-    def fit(net: keras.Model, *callbacks: keras.callbacks.Callback) -> None:
-        source = tf.data.Dataset.from_tensor_slices(rows()).shuffle(99, seed=3).batch(BATCH)
-        data = hvd.data.shard(source)
-        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-        net.fit(data, epochs=EPOCHS, verbose=0, callbacks=[broadcast, *callbacks])
-
-    undisturbed = build(adam)
-    fit(undisturbed)
-    for after in (STEPS + 3, STEPS):  # in the middle of the second epoch; at the end of that
-        saved = hvd.callbacks.Checkpoint(directory, save_freq=2)
-        with pytest.raises(KeyboardInterrupt):
-            fit(build(adam), saved, Interrupt(after))
-    again = build(adam)
-    fit(again, hvd.callbacks.Checkpoint(directory))
-    assert_same_state(again, undisturbed)
-
-
 def test_finished_training_is_not_repeated(directory) -> None:
     first = build(adam)
     train(first, hvd.callbacks.Checkpoint(directory))
