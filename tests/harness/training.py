@@ -52,6 +52,25 @@ def shard(array: np.ndarray, rank: int, size: int) -> np.ndarray:
     )
 
 
+def mine(model: keras.Model) -> tuple[np.ndarray, np.ndarray]:
+    """This rank's rows of ``data``."""
+    x, y = data(model, hvd.size())
+    return shard(x, hvd.rank(), hvd.size()), shard(y, hvd.rank(), hvd.size())
+
+
+class Crash(keras.callbacks.Callback):
+    """Ends ``fit`` after so many batches, counted over all epochs; 0: never."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.left = after
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+
 def set_weights(model: keras.Model, seed: int) -> None:
     random = np.random.default_rng(seed)
     model.set_weights([random.normal(size=w.shape, scale=0.3) for w in model.get_weights()])

@@ -20,10 +20,8 @@ several = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ fr
 
 
 def fit(model: keras.Model, callbacks: list, epochs: int = 1, **arguments) -> dict:
-    x, y = training.data(model, SIZE)
     return model.fit(
-        training.shard(x, RANK, SIZE),
-        training.shard(y, RANK, SIZE),
+        *training.mine(model),
         batch_size=training.BATCH,
         epochs=epochs,
         shuffle=False,
@@ -35,8 +33,7 @@ def fit(model: keras.Model, callbacks: list, epochs: int = 1, **arguments) -> di
 
 def train(model: keras.Model, callbacks: list, known: bool, **arguments) -> list[float]:
     """Fits a dataset of known or unknown length; returns the learning rate of each batch."""
-    arrays = [training.shard(array, RANK, SIZE) for array in training.data(model, SIZE)]
-    data = tf.data.Dataset.from_tensor_slices(tuple(arrays)).batch(training.BATCH)
+    data = tf.data.Dataset.from_tensor_slices(training.mine(model)).batch(training.BATCH)
     if not known:
         data = data.filter(lambda x, y: True)
     seen: list[float] = []

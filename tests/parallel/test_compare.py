@@ -35,8 +35,7 @@ def strict(monkeypatch):
 
 
 def mine():
-    x, y = training.data(training.dense_model(), SIZE)
-    return training.shard(x, RANK, SIZE), training.shard(y, RANK, SIZE)
+    return training.mine(training.dense_model())
 
 
 def compiled(optimizer=None, model=None, **options) -> keras.Model:

@@ -11,23 +11,11 @@ import tensorflow as tf
 
 import hvd_keras as hvd
 from tests.harness import training
+from tests.harness.shards import Batches
 
 RANK, SIZE = hvd.rank(), hvd.size()
 pytestmark = pytest.mark.ranks(1, 2)
 optimizers = keras.optimizers
-
-
-class Batches(keras.utils.PyDataset):
-    def __init__(self, x, y, batch: int) -> None:
-        super().__init__()
-        self.x, self.y, self.batch = x, y, batch
-
-    def __len__(self) -> int:
-        return len(self.x) // self.batch
-
-    def __getitem__(self, i):
-        rows = slice(i * self.batch, (i + 1) * self.batch)
-        return self.x[rows], self.y[rows]
 
 
 def arrays(x, y, batch):
@@ -35,13 +23,13 @@ def arrays(x, y, batch):
 
 
 def py_dataset(x, y, batch):
-    return {"x": Batches(x, y, batch)}
+    return {"x": Batches(x, y, size=batch)}
 
 
 def generator(x, y, batch):
     def endless():
         while True:
-            yield from (Batches(x, y, batch)[i] for i in range(training.STEPS))
+            yield from (Batches(x, y, size=batch)[i] for i in range(training.STEPS))
 
     return {"x": endless(), "steps_per_epoch": training.STEPS}
 
@@ -51,13 +39,12 @@ def both(make_model, feed=arrays, optimizer=None, epochs=1, **compile_arguments)
     make_optimizer = optimizer or (lambda: optimizers.SGD(0.1, momentum=0.9))
     alone, together = make_model(), make_model()
     x, y = training.data(alone, SIZE)
-    shard_x, shard_y = training.shard(x, RANK, SIZE), training.shard(y, RANK, SIZE)
     for net, make, data, batch in (
         (alone, make_optimizer, (x, y), SIZE * training.BATCH),
         (
             together,
             lambda: hvd.DistributedOptimizer(make_optimizer()),
-            (shard_x, shard_y),
+            training.mine(together),
             training.BATCH,
         ),
     ):
@@ -91,9 +78,8 @@ def test_two_models_and_optimizers_that_take_turns() -> None:
         return nets
 
     x, y = training.data(training.dense_model(), SIZE)
-    shards = training.shard(x, RANK, SIZE), training.shard(y, RANK, SIZE)
     alone = turns(lambda optimizer: optimizer, x, y, SIZE * training.BATCH)
-    together = turns(hvd.DistributedOptimizer, *shards, training.BATCH)
+    together = turns(hvd.DistributedOptimizer, *training.mine(alone[0]), training.BATCH)
     for one, other in zip(alone, together, strict=True):
         assert_equal(one, other)
 

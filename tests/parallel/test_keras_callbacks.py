@@ -28,8 +28,7 @@ def compiled(distributed: bool = True, **arguments) -> keras.Model:
 
 
 def fit(model: keras.Model, callbacks: list, epochs: int = 2, **arguments) -> dict:
-    x, y = training.data(model, SIZE)
-    x, y = (training.shard(array, RANK, SIZE) for array in (x, y))
+    x, y = training.mine(model)
     broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
     arguments = {"batch_size": training.BATCH, "verbose": 0, "shuffle": False} | arguments
     return model.fit(x, y, epochs=epochs, callbacks=[broadcast, *callbacks], **arguments).history
@@ -313,8 +312,7 @@ def test_evaluate_writes_on_rank_0_alone(directory: pathlib.Path) -> None:
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
 def test_a_nan_of_one_rank_terminates_all_after_the_same_batch(steps_per_execution: int) -> None:
     model = compiled(steps_per_execution=steps_per_execution)
-    x, y = training.data(model, SIZE)
-    x, y = (training.shard(array, RANK, SIZE) for array in (x, y))
+    x, y = training.mine(model)
     if RANK == SIZE - 1:
         y[2 * training.BATCH] = np.nan  # in the third step
     watch = Watch()

@@ -193,8 +193,7 @@ def test_backward_passes_per_step(model: str, average: bool) -> None:
         backward_passes_per_step=3,
         average_aggregated_gradients=average,
     )
-    shards = training.shard(x, RANK, SIZE), training.shard(y, RANK, SIZE)
-    got = train(optimizer, together, *shards, training.BATCH)
+    got = train(optimizer, together, *training.mine(together), training.BATCH)
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
     training.assert_bit_identical_on_all_ranks(together)
 
@@ -301,8 +300,7 @@ def test_a_model_of_hdf5_is_refused_because_keras_forgets_its_optimizer(tmp_path
 
 def test_load_model_continues_as_if_never_interrupted(tmp_path) -> None:
     def fit(model):
-        x, y = training.data(model, SIZE)
-        x, y = training.shard(x, RANK, SIZE), training.shard(y, RANK, SIZE)
+        x, y = training.mine(model)
         model.fit(x, y, batch_size=training.BATCH, shuffle=False, verbose=0)
 
     model = training.dense_model()
@@ -332,8 +330,7 @@ def test_load_model_takes_an_optimizer_that_its_maker_has_distributed(tmp_path) 
     model.compile(optimizer=OwnSGD(0.01), loss="mse")
     model.save(tmp_path / "model.keras")
     loaded = hvd.load_model(tmp_path / "model.keras")
-    x, y = training.data(loaded, SIZE)
-    loaded.fit(training.shard(x, RANK, SIZE), training.shard(y, RANK, SIZE), verbose=0)
+    loaded.fit(*training.mine(loaded), verbose=0)
     training.assert_bit_identical_on_all_ranks(loaded)
 
 
@@ -365,8 +362,7 @@ def test_moving_statistics_are_averaged_before_they_are_saved(known_length: bool
     model = keras.Sequential([keras.Input((5,)), *layers])
     training.set_weights(model, seed=0)
     model.compile(optimizer=hvd.DistributedOptimizer(optimizers.SGD(0.01)), loss="mse")
-    x, y = training.data(model, SIZE)
-    x, y = training.shard(x, RANK, SIZE), training.shard(y, RANK, SIZE)
+    x, y = training.mine(model)
     seen = []
     look = keras.callbacks.LambdaCallback(
         on_epoch_end=lambda epoch, logs: seen.append(model.layers[1].moving_mean.numpy())

@@ -12,6 +12,7 @@ import hvd_keras as hvd
 from hvd_keras.runtime import log, settings
 from hvd_keras.training import values
 from tests.harness import training
+from tests.harness.shards import Batches
 
 RANK, SIZE = hvd.rank(), hvd.size()
 pytestmark = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ from")
@@ -48,8 +49,7 @@ def by_default(values):
 
 
 def mine():
-    x, y = training.data(training.dense_model(), SIZE)
-    return training.shard(x, RANK, SIZE), training.shard(y, RANK, SIZE)
+    return training.mine(training.dense_model())
 
 
 def compiled(model=None, optimizer=None) -> keras.Model:
@@ -274,18 +274,6 @@ def datasets(x, y):
         {"steps_per_epoch": 6},
     )
     yield Batches(x, y), {}
-
-
-class Batches(keras.utils.PyDataset):
-    def __init__(self, x, y) -> None:
-        super().__init__()
-        self.x, self.y = x, y
-
-    def __len__(self) -> int:
-        return len(self.x) // 4
-
-    def __getitem__(self, i):
-        return self.x[4 * i : 4 * i + 4], self.y[4 * i : 4 * i + 4]
 
 
 @pytest.mark.cases(2)

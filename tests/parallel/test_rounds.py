@@ -215,16 +215,6 @@ def test_an_epoch_of_unknown_length_that_ends_with_a_round_ends_it_once(steps: i
     np.testing.assert_array_equal(trained(known=False), trained(known=True))
 
 
-def interrupted(after: int) -> keras.callbacks.Callback:
-    def count(batch: int, logs: Any) -> None:
-        seen.append(batch)
-        if len(seen) > after:
-            raise KeyboardInterrupt
-
-    seen: list[int] = []
-    return keras.callbacks.LambdaCallback(on_train_batch_end=count)
-
-
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize(
@@ -250,7 +240,7 @@ def test_a_restart_within_a_round_goes_on_bit_for_bit(
     undisturbed = model()
     fit(undisturbed, epochs=3)
     with pytest.raises(KeyboardInterrupt):
-        fit(model(), saved(), interrupted(after), epochs=3)
+        fit(model(), saved(), training.Crash(after + 1), epochs=3)
     again = model()
     fit(again, saved(), epochs=3)
     training.assert_bit_identical_on_all_ranks(again)
@@ -276,7 +266,7 @@ def test_fewer_ranks_go_on(directory, fragments) -> None:
 
     try:
         with pytest.raises(KeyboardInterrupt):
-            trained(hvd.global_process_set, more=[interrupted(9)], epochs=3)
+            trained(hvd.global_process_set, more=[training.Crash(10)], epochs=3)
         if pair.included():
             values = training.flat(trained(pair, epochs=3)).tobytes()
             assert len({*hvd.allgather_object(values, process_set=pair)}) == 1

@@ -8,12 +8,12 @@ MORE = {
     "xla": {
         **{"mode": "xla", "optimizer": "Adam", "option": "global_clipnorm", "accumulation": 2},
         **{"inputs": "dict", "outputs": "dict", "loss": "huber", "then": ["freeze"]},
-        **{"data": "local", "rest": 6, "validation": "local"},
+        **{"data": "local", "rest": 6, "validation": "local", "reduction": "sum"},
     },
     "lstm": {
         **{"body": "lstm", "loss": "categorical", "optimizer": "Adagrad", "option": "clipvalue"},
         **{"data": "rows", "order": "hvd", "weights": "sample", "metrics": "weighted"},
-        **{"validation": "padded", "mode": "graph", "then": ["evaluate"]},
+        **{"validation": "padded", "mode": "graph", "callbacks": ["evaluates"]},
     },
 }
 

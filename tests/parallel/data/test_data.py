@@ -215,7 +215,7 @@ def test_class_weights_multiply_those_of_padded_rows(labels: str) -> None:
     def model(optimizer) -> keras.Model:
         ones = {"kernel_initializer": "ones", "activation": "softmax"}
         made = keras.Sequential([keras.Input(x.shape[1:]), keras.layers.Dense(3, **ones)])
-        made.compile(optimizer, loss=loss)
+        made.compile(optimizer, loss=loss, run_eagerly=True)
         return made
 
     alone, together = model(momentum()), model(hvd.DistributedOptimizer(momentum()))

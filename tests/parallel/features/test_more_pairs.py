@@ -43,8 +43,7 @@ def test_a_model_with_loss_scaling_by_compile_and_shares_is_saved_whole(director
         optimizer = keras.optimizers.Adam(0.01)
         model.compile(hvd.DistributedOptimizer(optimizer, shard_state=shard_state), "mse")
         assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
-        x, y = training.data(model, SIZE)
-        x, y = training.shard(x, RANK, SIZE), training.shard(y, RANK, SIZE)
+        x, y = training.mine(model)
         model.fit(x, y, batch_size=4, verbose=0, shuffle=False, callbacks=[BROADCAST(0)])
         return model
 
@@ -244,8 +243,7 @@ def requests() -> int:
 
 
 def test_loss_scaling_adds_no_request_and_no_rank_updates_after_an_overflow() -> None:
-    x, y = training.data(training.dense_model(), SIZE)
-    x, y = training.shard(x, RANK, SIZE), training.shard(y, RANK, SIZE)
+    x, y = training.mine(training.dense_model())
     counts = []
     for scaled in (False, True):
         model = training.dense_model()

@@ -163,10 +163,8 @@ class Dawdle(keras.callbacks.Callback):
 def test_stats_logger_writes_each_epoch(directory) -> None:
     model = training.dense_model()
     model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
-    x, y = training.data(model, SIZE)
     model.fit(
-        training.shard(x, RANK, SIZE),
-        training.shard(y, RANK, SIZE),
+        *training.mine(model),
         batch_size=training.BATCH,
         epochs=3,
         verbose=0,

@@ -9,7 +9,7 @@ import pytest
 import hvd_keras as hvd
 from hvd_keras.gradients import shards
 from tests.harness import training
-from tests.parallel.saving.test_tables_in_files import Later, assert_equal, state_of
+from tests.parallel.saving.test_tables_in_files import assert_equal, state_of
 
 RANK, SIZE = hvd.rank(), hvd.size()
 BATCH, STEPS = 4, 3
@@ -59,7 +59,7 @@ def test_an_interrupted_training_goes_on(directory, before: bool, after: bool) -
     train(undisturbed, None)
     first = build(before, gradient_accumulation_steps=2)
     with pytest.raises(KeyboardInterrupt):
-        train(first, hvd.callbacks.Checkpoint(directory, save_freq=2), Later(STEPS + 2))
+        train(first, hvd.callbacks.Checkpoint(directory, save_freq=2), training.Crash(STEPS + 2))
     again = build(after, gradient_accumulation_steps=2)
     train(again, hvd.callbacks.Checkpoint(directory, save_freq=2))
     assert_equal(state_of(again), state_of(undisturbed))

@@ -10,6 +10,7 @@ import pytest
 import hvd_keras as hvd
 from hvd_keras.gradients import shards
 from hvd_keras.saving import storage
+from tests.harness.training import Crash
 
 RANK, SIZE = hvd.rank(), hvd.size()
 ROWS, COLUMNS, BATCH, STEPS = 23, 6, 4, 3
@@ -29,11 +30,6 @@ def build(process_set: Any = EVERYONE, shard: Any = "columns") -> Any:
     optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.05), process_set=process_set)
     model.compile(optimizer=optimizer, loss="mse", run_eagerly=True)
     return model
-
-
-class Interrupt(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        raise KeyboardInterrupt
 
 
 def train(model: Any, saved: Any, *more: Any, epochs: int = 2, of: Any = EVERYONE) -> None:
@@ -66,7 +62,7 @@ def test_an_interrupted_training_goes_on(directory) -> None:
     keras.utils.set_random_seed(1)
     first = build()
     with pytest.raises(KeyboardInterrupt):
-        train(first, hvd.callbacks.Checkpoint(directory, save_freq=2), Later(STEPS + 2))
+        train(first, hvd.callbacks.Checkpoint(directory, save_freq=2), Crash(STEPS + 2))
     again = build()
     train(again, hvd.callbacks.Checkpoint(directory, save_freq=2))
     assert_equal(state_of(again), state_of(undisturbed))
@@ -98,19 +94,6 @@ def test_another_part_under_the_name_of_the_newest_is_not_used(directory, whose:
     if RANK == 0:
         assert any("it was written as checkpoint-0000" in str(w.message) for w in caught)
     assert_equal(state_of(again), state_of(undisturbed))
-
-
-class Later(Interrupt):
-    """Ends ``fit`` after a number of batches."""
-
-    def __init__(self, after: int) -> None:
-        super().__init__()
-        self.left = after
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.left -= 1
-        if self.left <= 0:
-            raise KeyboardInterrupt
 
 
 @pytest.mark.ranks(2, 4)

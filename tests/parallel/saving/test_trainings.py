@@ -11,22 +11,12 @@ import pytest
 import hvd_keras as hvd
 from hvd_keras.runtime import agree
 from hvd_keras.saving import storage
+from tests.harness.training import Crash
 
 pytestmark = pytest.mark.ranks(1, 2)
 RANK = hvd.rank()
 UNKNOWN = -1.0  # the weight of a model that restores nothing
 STEPS = 3
-
-
-class Crash(keras.callbacks.Callback):
-    def __init__(self, after: int) -> None:
-        super().__init__()
-        self.left = after
-
-    def on_train_batch_end(self, batch, logs=None) -> None:
-        self.left -= 1
-        if self.left == 0:
-            raise KeyboardInterrupt
 
 
 class Noting(hvd.callbacks.Checkpoint):
