@@ -9,10 +9,6 @@ Each script is one file in a folder beside this one. Its docstring contains, one
             error "text"  2 ranks fail, and the output of each ends with a text that contains this
             warn "text"   2 ranks print this warning once; with HVD_STRICT=1 it is an error
     needs:  modules without which it is skipped
-    env:    NAME=value ... environment variables
-    run:    module        run it with python -m
-            itself        it starts the ranks itself, so there is no run with two ranks
-    args:   its arguments
     fast:   yes           the test suite runs it
 
 A script saves its arrays, usually weights, to the folder $RESULT, one file per rank; those of all
@@ -36,7 +32,7 @@ import numpy as np
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 LIMIT = 900  # seconds, against hangs alone; a run takes ten on an idle machine
-KEYS = ("expect", "needs", "env", "run", "args", "fast")
+KEYS = ("expect", "needs", "fast")
 
 
 class Script:
@@ -52,9 +48,6 @@ class Script:
             raise ValueError(f"{path}: expect: {said['expect']}")
         self.text = text.strip('"')
         self.needs = said.get("needs", "").split()
-        self.environment = dict(pair.split("=", 1) for pair in said.get("env", "").split())
-        self.how = said.get("run", "file")
-        self.arguments = said.get("args", "").split()
         self.fast = said.get("fast") == "yes"
 
     def missing(self) -> list[str]:
@@ -66,8 +59,6 @@ class Script:
         with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
             alone = Run(self, 1, one)
             found = alone.problems()
-            if self.how == "itself":
-                return found
             together = Run(self, 2, two)
             if self.expect == "error":
                 found += together.not_an_error(self.text)
@@ -87,11 +78,7 @@ class Run:
 
     def __init__(self, script: Script, ranks: int, folder: str, **environment: str) -> None:
         command = [sys.executable, str(script.path)]
-        if script.how == "module":
-            command = [sys.executable, "-m", f"{script.path.parent.name}.{script.name}"]
-            environment["PYTHONPATH"] = str(HERE)
-        elif "sklearn" not in script.needs:  # without it Python starts faster
-            environment["PYTHONPATH"] = str(ROOT / "tests" / "harness" / "start")
+        environment["PYTHONPATH"] = str(ROOT / "tests" / "harness" / "start")
         if ranks > 1:
             hvdrun = [sys.executable, "-m", "hvd_keras.hvdrun", "-np", str(ranks)]
             if not re.search(r"(import|from) (hvd_keras|horovod)", script.path.read_text()):
@@ -105,9 +92,9 @@ class Run:
         usual |= {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1"}
         usual |= {"OMP_NUM_THREADS": "1", "RESULT": str(self.results)}
         process = subprocess.Popen(
-            [*command, *script.arguments],
+            command,
             cwd=folder,
-            env=usual | script.environment | environment,
+            env=usual | environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -38,9 +38,8 @@ REFUSED = re.compile(
 class Alone(ast.NodeTransformer):
     """Makes the form for one process of a script; ``unknown`` are names that have none."""
 
-    def __init__(self, is_legacy: bool) -> None:
+    def __init__(self) -> None:
         self.unknown: set[str] = set()
-        self.is_legacy = is_legacy
 
     def visit_Import(self, node: ast.Import) -> ast.AST | None:
         return None if node.names[0].name == "hvd_keras" else node
@@ -66,8 +65,7 @@ class Alone(ast.NodeTransformer):
         if name == "load_model":
             return ast.parse(f"keras.models.load_model({ast.unparse(node.args[0])})").body[0].value
         if name.startswith("callbacks.") and name != "callbacks.Checkpoint":
-            home = "tf.keras" if self.is_legacy else "__import__('keras')"
-            return ast.parse(f"{home}.callbacks.Callback()").body[0].value
+            return ast.parse("__import__('keras').callbacks.Callback()").body[0].value
         self.unknown.add(name)
         return node
 
@@ -84,7 +82,7 @@ class Alone(ast.NodeTransformer):
 
 def one_process(source: str) -> str:
     """Return the form for one process; ValueError if there is none."""
-    tree, alone = ast.parse(source), Alone("TF_USE_LEGACY_KERAS" in source)
+    tree, alone = ast.parse(source), Alone()
     tree = ast.fix_missing_locations(alone.visit(tree))
     text = ast.unparse(tree)
     if alone.unknown or "hvd" in text.partition('"""')[2].partition('"""')[2]:
@@ -102,15 +100,13 @@ class Run:
         (self.folder / "results").mkdir(parents=True)
         path = self.folder / f"{script.name}.py"
         path.write_text(text)
-        command = [sys.executable, str(path), *script.arguments]
+        command = [sys.executable, str(path)]
         if ranks:
             hvdrun = [sys.executable, "-m", "hvd_keras.hvdrun", "--auto", "--no-prefix", "-np"]
             command = [*hvdrun, str(ranks), "--oversubscribe", *command]
         usual = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1"}
         usual |= {"TF_NUM_INTRAOP_THREADS": "1", "RESULT": "results", "HVD_AUTO": "divided"}
-        usual |= script.environment
-        if "sklearn" not in script.needs:  # without it Python starts faster
-            usual["PYTHONPATH"] = str(driver.ROOT / "tests" / "harness" / "start")
+        usual["PYTHONPATH"] = str(driver.ROOT / "tests" / "harness" / "start")
         done = subprocess.run(
             command,
             cwd=folder,
