@@ -116,7 +116,6 @@ def test_a_model_of_one_rank_is_written_by_that_rank(directory: pathlib.Path) ->
     assert {path.name for path in mine.rglob("*.*")} == {"log.csv", "1.keras"}
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("cls", [keras.callbacks.ModelCheckpoint, hvd.callbacks.ModelCheckpoint])
 def test_the_best_checkpoint_is_chosen_by_all_ranks_metrics(directory: pathlib.Path, cls) -> None:
     # On rank 0 alone the second epoch looks worse; over all ranks it is better.
