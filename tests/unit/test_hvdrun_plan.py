@@ -151,6 +151,7 @@ def test_the_command_in_an_allocation_of_slurm(hvdrun, given: bool) -> None:
         (["-H", "a:x"], "-H got 'a:x'; expected a host name"),
         (["--hosts=-oProxyCommand=x"], "-H got '-oProxyCommand=x'; expected a host name"),
         (["-H", "a;b:1"], "-H got 'a;b:1'; expected a host name"),
+        (["-H", "a#b:1"], "-H got 'a#b:1'; expected a host name"),
         (["-H", "a:1,a:2"], "-H lists a twice; expected each host once"),
         (["-H", ","], "-H lists no host; expected for example server1:4"),
         (["-H", "localhost:1,127.0.0.1:1"], "or one entry if both are the same host"),

@@ -68,18 +68,19 @@ def _hosts(text: str, origin: str) -> list[Host]:
 
 def parse(text: str) -> list[Host]:
     """Parse the value of `-H`."""
-    return parse_lines(re.sub(r",(?![^\[]*\])", "\n", text), "-H", repeats=False)
+    return parse_lines(re.sub(r",(?![^\[]*\])", "\n", text), "-H", is_file=False)
 
 
-def parse_lines(text: str, origin: str, *, repeats: bool = True) -> list[Host]:
-    """Parse one host per line: "server1", "server1:4" or "server1 slots=4"; "#" is a comment.
+def parse_lines(text: str, origin: str, *, is_file: bool = True) -> list[Host]:
+    """Parse one host per line: "server1", "server1:4" or "server1 slots=4".
 
-    PBS, LSF and SGE write a host once per slot, so if a name `repeats`, each line is a slot. SGE
-    has "server1 4 all.q@server1 UNDEFINED", too; Open MPI's files may have "max_slots=4".
+    In a file, "#" begins a comment. PBS, LSF and SGE write a host once per slot there, so if a name
+    comes twice, each line is a slot. SGE has "server1 4 all.q@server1 UNDEFINED", too; Open MPI's
+    files may have "max_slots=4".
     """
     hosts: list[Host] = []
     for line in text.splitlines():
-        entry = " ".join(line.partition("#")[0].split())
+        entry = " ".join((line.partition("#")[0] if is_file else line).split())
         entry = re.sub(r" max[_-]slots ?= ?\d+", "", entry)
         entry = re.sub(r" (?:slots ?= ?(\S+)|(\d+)(?: \S+){0,2})$", r":\1\2", entry)
         if " " in entry:
@@ -91,7 +92,7 @@ def parse_lines(text: str, origin: str, *, repeats: bool = True) -> list[Host]:
         raise UsageError(f"{origin} lists no host; expected for example {_EXAMPLE}")
     slots = Counter[str]()
     for host in hosts:
-        if host.name in slots and not repeats:
+        if host.name in slots and not is_file:
             raise UsageError(f"{origin} lists {host.name} twice; expected each host once")
         slots[host.name] += host.slots or 1
     return hosts if len(slots) == len(hosts) else [Host(*one) for one in slots.items()]
@@ -99,10 +100,8 @@ def parse_lines(text: str, origin: str, *, repeats: bool = True) -> list[Host]:
 
 def read(path: str) -> list[Host]:
     """Read the hosts of `--hostfile`."""
-    try:
-        text = Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--hostfile got {path!r}, which cannot be read: {error}") from error
+    with refusing(f"--hostfile got {path!r}, which cannot be read"):
+        text = Path(path).read_text(errors="replace")
     return parse_lines(text, f"--hostfile {path}")
 
 
