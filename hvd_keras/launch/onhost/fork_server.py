@@ -75,6 +75,27 @@ def early(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not _LATE.fullmatch(name)}
 
 
+class Child:
+    """A process that a server has forked, as `subprocess.Popen` shows one."""
+
+    def __init__(self, connection: socket.socket, server: int, process: int) -> None:
+        self.connection, self._server, self.pid = connection, server, process
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return how it has ended; None if it has not."""
+        if self.returncode is None:
+            try:
+                data = self.connection.recv(_MESSAGE)
+            except BlockingIOError:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._server, signal.SIGCONT)  # while it is stopped, it tells nothing
+                return None
+            # Without its server, it is killed.
+            self.returncode = json.loads(data) if data else -signal.SIGKILL
+        return self.returncode
+
+
 class Server:
     """The server of this host whose forks are as new processes of this one would be.
 
@@ -137,7 +158,7 @@ class Server:
         connection.connect(self._address)
         return connection
 
-    def fork(self, streams: Sequence[int], patience: float = SERVER_ANSWER) -> "Child | None":
+    def fork(self, streams: Sequence[int], patience: float = SERVER_ANSWER) -> Child | None:
         """Have it start a rank with these standard streams; None without an answer in time."""
         # MPICH's ranks talk to mpirun through a descriptor that they inherit.
         there = [n for n in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{n}")]
@@ -165,7 +186,7 @@ class Server:
 
 def fork_kept(
     order: Mapping[str, Any], environment: Mapping[str, str], streams: Sequence[int]
-) -> "Child | None":
+) -> Child | None:
     """Fork from the server that all jobs share, which is started if needed."""
     server = Server("", order, {**environment, FORKED: "1"})
     is_legacy = environment.get("TF_USE_LEGACY_KERAS", "0").lower() in ("1", "true")
@@ -173,27 +194,6 @@ def fork_kept(
     kept = server.start(early(environment), modules, idle=float(environment[KEEP]))
     with kept or contextlib.nullcontext():
         return server.fork(streams, SERVER_START)
-
-
-class Child:
-    """A process that a server has forked, as `subprocess.Popen` shows one."""
-
-    def __init__(self, connection: socket.socket, server: int, process: int) -> None:
-        self.connection, self._server, self.pid = connection, server, process
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        """Return how it has ended; None if it has not."""
-        if self.returncode is None:
-            try:
-                data = self.connection.recv(_MESSAGE)
-            except BlockingIOError:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._server, signal.SIGCONT)  # while it is stopped, it tells nothing
-                return None
-            # Without its server, it is killed.
-            self.returncode = json.loads(data) if data else -signal.SIGKILL
-        return self.returncode
 
 
 def _serve(listener: socket.socket, idle: float, started: float) -> socket.socket | None:
