@@ -1,5 +1,6 @@
 """Checks the user's command before anything starts, so that a typo gives one error, not N."""
 
+import importlib.util
 import os
 import re
 import shutil
@@ -74,10 +75,14 @@ def _check_script(script: Path, python: str) -> None:
 def _check_packages(python: str) -> None:
     """Raise UsageError if this Python lacks what every rank needs; otherwise each rank would."""
     names = ("hvd_keras", "tensorflow", "torch")
-    look = "import importlib.util as u; print(*(n for n in %r if u.find_spec(n) is None))"
-    command = [python, "-c", look % (names,)]
-    # Not from here, where hvd_keras may be a folder of sources.
-    missing = subprocess.run(command, cwd="/", capture_output=True, text=True).stdout.split()
+    same = os.path.samefile(python, sys.executable)
+    if same and Path(python).parent.samefile(Path(sys.executable).parent):  # saves a start
+        missing = [name for name in names if importlib.util.find_spec(name) is None]
+    else:
+        look = "import importlib.util as u; print(*(n for n in %r if u.find_spec(n) is None))"
+        command = [python, "-c", look % (names,)]
+        # Not from here, where hvd_keras may be a folder of sources.
+        missing = subprocess.run(command, cwd="/", capture_output=True, text=True).stdout.split()
     if "hvd_keras" in missing:
         raise UsageError(
             f"got the Python {python}, which has no hvd_keras; hvdrun belongs to\n"
