@@ -97,7 +97,7 @@ class Divided:
             plan, taken = planned(traced, rows)
             run = _build(plan, traced, taken)
         except (WholeError, UnknownError) as why:
-            self._tell(str(why))
+            self._tell(str(why) or "a shape in it is unknown")
             return None
         except messages.LEFT:
             raise
