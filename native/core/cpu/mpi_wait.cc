@@ -126,7 +126,7 @@ bool done_briefly(int ranks, const std::function<bool()>& poll) {
     if (poll()) return true;
     if (polls % kPollsPerYield != 0) continue;
     const double now = cpu_seconds();
-    // The logarithm, rounded up. std::log2 would need glibc 2.29.
+    // For each step of a tree. std::log2 would need glibc 2.29.
     if (end == 0) end = now + kBriefSeconds * (1 + std::ilogb(ranks));
     if (now > end) return false;
     std::this_thread::yield();
