@@ -7,9 +7,8 @@ import tensorflow as tf
 from hvd_keras.auto.keep import read
 from hvd_keras.auto.places import ALL, FULL, ROOT, Dim, Dims, List, Node, Partial, Rows, Value
 from hvd_keras.auto.plan import Plan, need_of_list
-from hvd_keras.gradients import buckets
+from hvd_keras.gradients import specs
 from hvd_keras.ops.validate import raw
-from hvd_keras.runtime import settings
 
 _Attr = tf.compat.v1.AttrValue
 
@@ -245,6 +244,4 @@ class Side:
 
 def _in_buckets(values: list[Value]) -> list[list[Value]]:
     """Return values by the requests in which they travel, each as soon as all of it is there."""
-    sizes = [(v.shape.num_elements() or 1) * v.dtype.size for v in values]
-    filled = buckets.fill(sizes, settings.read().bucket_bytes)
-    return [[values[i] for i in bucket] for bucket in filled]
+    return specs.in_buckets(values, lambda v: (v.shape.num_elements() or 1) * v.dtype.size)

@@ -10,7 +10,7 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,10 +53,12 @@ def common_path(path: str) -> str:
     return re.sub(r"(_\d+)?(:0)?(?=/|$)", "", path)
 
 
-def in_buckets(variables: Iterable[Any]) -> list[list[Any]]:
+def in_buckets(
+    variables: Iterable[Any], bytes_of: Callable[[Any], float] = lambda v: spec_of(v).bytes
+) -> list[list[Any]]:
     """Return variables by the requests in which their values travel (``HVD_BUCKET_BYTES``)."""
     variables = list(variables)
-    sizes = [spec_of(variable).bytes for variable in variables]
+    sizes = list(map(bytes_of, variables))
     # As gradients are grouped: few requests, none so large that its copy matters.
     filled = buckets.fill(sizes, settings.read().bucket_bytes)
     return [[variables[i] for i in bucket] for bucket in filled]
