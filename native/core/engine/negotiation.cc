@@ -16,9 +16,10 @@
 namespace hvd {
 namespace {
 
-// Ranks whose queues have no request in common report again after this time, or at the next
-// request: short enough not to slow down a step, long enough to cost under 1 % of a core.
-constexpr double kRetrySeconds = 0.01;
+// Ranks whose queues have no request in common report again at the next request, or after as long
+// as they have found nothing, within these limits: the first is short beside a step, the second
+// costs under 1 % of a core.
+constexpr double kLeastRetrySeconds = 50e-6, kMostRetrySeconds = 0.01;
 
 // The first requests of an engine, to which HVD_FIRST_TIMEOUT_SECONDS applies.
 constexpr uint64_t kFirstRequests = 10;
@@ -92,10 +93,11 @@ bool Engine::negotiate() {
   if (!decision.nothing()) return true;
   if (!idle_since_) idle_since_ = Clock::now();
   watch(idle, [&] { return "the ranks wait for different collectives:" + decision.summary; });
+  const double retry = std::clamp(idle_seconds(), kLeastRetrySeconds, kMostRetrySeconds);
   std::unique_lock<std::mutex> lock(mutex_);
-  const size_t known = queue_.size();
-  changed_.wait_for(lock, Seconds(kRetrySeconds),
-                    [&] { return queue_.size() != known || (leaving_ && !mine.leaving); });
+  changed_.wait_for(lock, Seconds(retry), [&] {
+    return queue_.size() > mine.queue.size() || (leaving_ && !mine.leaving);
+  });
   return true;
 }
 
