@@ -1,12 +1,13 @@
 """Builds rank 0's and the workers' graph of a plan: the same ops on each rank's tensors."""
 
+import itertools
 from typing import Any
 
 import tensorflow as tf
 
 from hvd_keras.auto.keep import read
 from hvd_keras.auto.places import ALL, FULL, ROOT, Dim, Dims, List, Node, Partial, Rows, Value
-from hvd_keras.auto.plan import Plan, need_of_list
+from hvd_keras.auto.plan import Plan, is_small, need_of_list
 from hvd_keras.gradients import specs
 from hvd_keras.ops.validate import raw
 
@@ -56,6 +57,8 @@ class Side:
 
     def _derive(self, value: Value, need: Any) -> Any:
         node = value.node
+        if value.of is not None and need in (ROOT, ALL):
+            return tf.reshape(self._get(value.of, need), value.shape)
         if isinstance(need, List):
             if value.place == List(None):
                 return self._have[id(value), value.place]
@@ -172,8 +175,13 @@ class Side:
         items = self.plan.exchanges.items()
         found = [(v, key[1], kind) for key, (at, kind, v) in items if at == level]
         self._broadcast([v for v, _, kind in found if kind == "broadcast"], level)
-        for one, to in (("reduce", {"root_rank": 0}), ("allreduce", {})):
-            self._reduce([v for v, _, kind in found if kind == one], level, one, to)
+        to_all = [v for v, _, kind in found if kind == "allreduce"]
+        to_root = [v for v, _, kind in found if kind == "reduce"]
+        if to_all:  # which takes small ones along
+            to_all += filter(is_small, to_root)
+            to_root = list(itertools.filterfalse(is_small, to_root))
+        self._reduce(to_root, level, "reduce", {"root_rank": 0})
+        self._reduce(to_all, level, "allreduce", {})
         for i, (value, need, kind) in enumerate(found):
             name = f"{self.name}.{level}.{kind}.{i}"
             if kind == "scatter":

@@ -101,6 +101,7 @@ class Value:
         self.sym: np.ndarray[Any, Any] | None = None  # its numbers, if they are sizes
         self.is_everywhere = False  # whether all ranks compute it, though it is FULL
         self.source: Value | None = None  # of rows: the whole, which rank 0 has
+        self.of: Value | None = None  # of a sum: that of the same numbers in another shape
 
     @property
     def rank(self) -> int:

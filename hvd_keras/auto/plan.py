@@ -25,9 +25,14 @@ _REPEATED = places.words(
     StatelessRandomNormalV2 StatelessTruncatedNormalV2 StatelessRandomUniformIntV2
     StatelessRandomGetKeyCounter StatelessRandomUniformFullIntV2 Mul AddV2 Sub RealDiv Less Greater
     GreaterEqual LessEqual Equal LogicalNot LogicalAnd LogicalOr Floor Pow Maximum Minimum SelectV2
-    FloorMod FloorDiv MatrixBandPart LinSpace DivNoNan Neg NotEqual Sqrt Exp Log"""
+    FloorMod FloorDiv MatrixBandPart LinSpace DivNoNan Neg NotEqual Sqrt Exp Log Rsqrt
+    RsqrtGrad Square AddN Sum Mean"""
 )
-_SMALL = 256  # numbers
+_SMALL = 4096  # numbers
+# Sums of so many rounds travel to rank 0 together: the other ranks wait for none of them.
+_SUMS_OF_ROUNDS = 8
+# Ops that give a sum another shape: it is exchanged once.
+_SAME_NUMBERS = ("Identity", "StopGradient", "PreventGradient", "Reshape", "Squeeze", "ExpandDims")
 
 
 class Plan:
@@ -177,6 +182,8 @@ class Plan:
         for value, place in zip(node.outputs, placed, strict=True):
             value.place = place
             value.is_everywhere = place == FULL and not node.is_whole and node.emit != "shape"
+            is_sum = isinstance(place, Partial) and value.shape.is_fully_defined()
+            value.of = node.inputs[0] if is_sum and node.type in _SAME_NUMBERS else None
 
     def _places(self, node: Node) -> list[Any]:
         """Set what a node needs; return the places of its outputs."""
@@ -254,16 +261,17 @@ class Plan:
         if isinstance(place, List) or (place != FULL and value.dtype.name not in SENT):
             raise places.WholeError(f"{node.type if node else 'an input'} makes a list of rows")
         level = value.level
+        if value.of is not None and need in (ROOT, ALL):
+            return self.level_of(value.of, need)
         if value.source is not None:
             level = value.source.level
             if need == ROOT:
                 return level
         elif place != FULL:
-            is_sum = isinstance(place, Partial)
-            level = self._exchange(value, ROOT, value.level, "reduce" if is_sum else "gather")
-            if need == ALL and is_sum:
-                self.exchanges[id(value), ROOT] = level - 1, "allreduce", value
-            if need == ROOT or (need == ALL and is_sum):
+            if isinstance(place, Partial):
+                return self._level_of_sum(value, need)
+            level = self._exchange(value, ROOT, value.level, "gather")
+            if need == ROOT:
                 return level
         if isinstance(need, Partial):
             return max(level, 1)
@@ -271,14 +279,21 @@ class Plan:
             return max(self._level_of_repeated(value), int(isinstance(need, Rows)))
         return self._exchange(value, need, level, "broadcast" if need == ALL else "scatter")
 
+    def _level_of_sum(self, value: Value, need: Any) -> int:
+        if need == ALL:
+            self.exchanges[id(value), ROOT] = value.level, "allreduce", value
+            return value.level + 1
+        rounds = 1 if is_small(value) else _SUMS_OF_ROUNDS
+        return self._exchange(value, ROOT, -(-value.level // rounds) * rounds, "reduce")
+
     def is_repeated(self, value: Value) -> bool:
         """Whether workers compute a tensor of rank 0 themselves."""
         if id(value) not in self._small:
             node = value.node
-            is_small = node is not None and node.type in _REPEATED and node.is_whole
+            may = node is not None and node.type in _REPEATED and node.is_whole
             self._small[id(value)] = value.place == FULL and (
                 value.sym is not None
-                or (is_small and all(self.is_repeated(x) or _is_small(x) for x in node.inputs))  # type: ignore[union-attr]
+                or (may and all(self.is_repeated(x) or is_small(x) for x in node.inputs))  # type: ignore[union-attr]
             )
         return self._small[id(value)]
 
@@ -310,6 +325,7 @@ def _origin(value: Value, *through: str) -> Value:
     return value
 
 
-def _is_small(value: Value) -> bool:
+def is_small(value: Value) -> bool:
+    """Whether a message about a tensor takes as long as an empty one."""
     count = value.shape.num_elements()
     return value.dtype.name in SENT and count is not None and count <= _SMALL

@@ -314,3 +314,18 @@ def test_weights_that_only_a_loop_reads_are_kept():
     assert not plan.whole
     found = [(kind, v.shape.as_list()) for _, kind, v in plan.exchanges.values()]
     assert {kind for kind, shape in found if shape in ([2, 12], [3, 12], [12])} == {"keep"}
+
+
+def test_batch_normalization_takes_three_rounds():
+    """Mean and variance; and in the gradient both sums at once. The ranks compute the rest each."""
+    layers = keras.layers
+    blocks = [[layers.Conv2D(8, 1), layers.BatchNormalization(), layers.ReLU()] for _ in "ab"]
+    net = keras.Sequential([keras.Input((4, 4, 8)), *blocks[0], *blocks[1], layers.Flatten()])
+    net.compile("sgd", "mse")
+    net.optimizer.build(net.trainable_variables)
+    spec = tf.TensorSpec([None, 4, 4, 8]), tf.TensorSpec([None, 128])
+    function = tf.function(lambda data: net.train_step(data), autograph=False)
+    plan, _ = planned(function.get_concrete_function(spec), 8)
+    rounds = [(at, kind) for at, kind, _ in plan.exchanges.values()]
+    assert len({at for at, kind in rounds if kind == "allreduce"}) == 2 * 3
+    assert {kind for at, kind in rounds if at > 0} == {"allreduce", "reduce"}
