@@ -12,7 +12,7 @@ import tensorflow as tf
 from hvd_keras.auto import layout as layout  # its rules
 from hvd_keras.auto import loops, places
 from hvd_keras.auto.places import ALL, FULL, ROOT, SENT, Dim, Dims, List, Node, Partial, Rows, Value
-from hvd_keras.auto.rules import RULES
+from hvd_keras.auto.rules import ELEMENTWISE, RULES
 from hvd_keras.auto.shapes import Shapes
 from hvd_keras.auto.sizes import evaluate, fixed, shape_of
 
@@ -20,14 +20,12 @@ from hvd_keras.auto.sizes import evaluate, fixed, shape_of
 _OPAQUE = ("EagerPyFunc", "PyFunc", "PyFuncStateless")
 # Ops that workers repeat, rather than get their results, if what these need is small.
 _REPEATED = places.words(
-    """Const Cast Reshape ExpandDims Squeeze Identity StopGradient Fill Range Pack ConcatV2
-    StridedSlice Transpose ZerosLike OnesLike BroadcastTo Tile StatelessRandomUniformV2
-    StatelessRandomNormalV2 StatelessTruncatedNormalV2 StatelessRandomUniformIntV2
-    StatelessRandomGetKeyCounter StatelessRandomUniformFullIntV2 Mul AddV2 Sub RealDiv Less Greater
-    GreaterEqual LessEqual Equal LogicalNot LogicalAnd LogicalOr Floor Pow Maximum Minimum SelectV2
-    FloorMod FloorDiv MatrixBandPart LinSpace DivNoNan Neg NotEqual Sqrt Exp Log Rsqrt
-    RsqrtGrad Square AddN Sum Mean"""
+    """Const Reshape ExpandDims Squeeze Fill Range Pack ConcatV2 StridedSlice Transpose BroadcastTo
+    Tile StatelessRandomUniformV2 StatelessRandomNormalV2 StatelessTruncatedNormalV2
+    StatelessRandomUniformIntV2 StatelessRandomGetKeyCounter StatelessRandomUniformFullIntV2
+    MatrixBandPart LinSpace Sum Mean"""
 )
+_REPEATED += ELEMENTWISE
 _SMALL = 4096  # numbers
 # Sums of so many rounds travel to rank 0 together: the other ranks wait for none of them.
 _SUMS_OF_ROUNDS = 8

@@ -14,7 +14,7 @@ Plan = tuple[list[Any], list[Any]] | None
 RULES: dict[str, Callable[[Node], Plan]] = {}
 AFTER_LINEAR: dict[str, Callable[[Node], Plan]] = {}  # of linear ops, if no input is a summand
 
-_ELEMENTWISE = words(
+ELEMENTWISE = words(
     """
 Abs Acos Acosh AddV2 AddN Add Asin Asinh Atan Atan2 Atanh Cast Ceil ClipByValue Cos Cosh Digamma Div
 DivNoNan Elu EluGrad Equal Erf Erfc Erfinv Exp Expm1 Floor FloorDiv FloorMod Greater GreaterEqual
@@ -123,7 +123,7 @@ def elementwise(node: Node) -> Plan:
     return needs, [Rows(rank - right, m) for _ in node.outputs]
 
 
-RULES.update(dict.fromkeys(_ELEMENTWISE, elementwise) | {n: RULES[n] for n in RULES})
+RULES.update(dict.fromkeys(ELEMENTWISE, elementwise) | {n: RULES[n] for n in RULES})
 AFTER_LINEAR.update(dict.fromkeys([*_ADDITIVE, *_SCALING], elementwise))
 
 

@@ -87,7 +87,7 @@ def dtype_of(name):
 
 @pytest.mark.parametrize("count", [3, 7])
 def test_elementwise(count):
-    names = [n for n in rules._ELEMENTWISE if n not in SPECIAL]
+    names = [n for n in rules.ELEMENTWISE if n not in SPECIAL]
     for dtype in ("float32", "int32", "bool"):
         some = [n for n in names if dtype_of(n) == dtype and hasattr(raw, n)]
 
