@@ -123,8 +123,8 @@ std::string reduce_on_host(GpuRank& rank, const std::string& name, bool* at_once
 }
 
 // Float32, more than a part of what goes through the host, in place, and one element of another
-// dtype before it. Not of rank 1 if it has joined. Returns the error.
-std::string reduce_much(GpuRank& rank, bool is_alone = false) {
+// dtype before it; its values come `late`. Not of rank 1 if it has joined. Returns the error.
+std::string reduce_much(GpuRank& rank, bool is_alone = false, std::chrono::milliseconds late = {}) {
   constexpr int64_t n = 5'000'000;
   const size_t bytes = n * sizeof(float);
   const Memory staged = rank.device.pinned(bytes), small = rank.device.pinned(1);
@@ -134,6 +134,7 @@ std::string reduce_much(GpuRank& rank, bool is_alone = false) {
   *static_cast<uint8_t*>(small.get()) = static_cast<uint8_t>(3 + rank.rank);
   rank.device.copy(large.get(), staged.get(), bytes);
   rank.device.copy(one.get(), small.get(), 1);
+  rank.device.delay(late);
   std::promise<Status> done;
   Request request;
   request.name = "much";
@@ -192,7 +193,8 @@ void only_what_has_an_element_for_each_has_parts() {
   CHECK_EQ(parts_of(request).size(), size_t{1});
 }
 
-// The streams have nothing to do when they are destroyed.
+// One of the first copies, while those before it wait for the values. The streams have nothing to
+// do when they are destroyed.
 void a_copy_that_fails_between_parts_ends_all() {
   Settings settings;
   settings.gpu_allreduce = GpuBackend::mpi;
@@ -201,10 +203,9 @@ void a_copy_that_fails_between_parts_ends_all() {
     void (*immune)(int) = nullptr;
     rank.device.bind("hvd_fake_cuda_fault", &fault);
     rank.device.bind("hvd_fake_cuda_immune", &immune);
-    immune(1);                                          // the test's own copies
-    rank.device.delay(std::chrono::milliseconds(200));  // the first copies wait
+    immune(1);  // the test's own copies
     if (rank.rank == 0) fault("cudaMemcpyAsync", 6, 1, 0);
-    CHECK_CONTAINS(reduce_much(rank), "cudaMemcpyAsync");
+    CHECK_CONTAINS(reduce_much(rank, false, std::chrono::milliseconds(300)), "cudaMemcpyAsync");
     while (rank.sets[0]->leave(0) != Engine::LeaveResult::aborted)
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     CHECK(!rank.stuck);
