@@ -7,7 +7,6 @@ from hvd_keras import layers as layers
 from hvd_keras import ray as ray
 from hvd_keras import spark as spark
 from hvd_keras.auto.start import auto as auto
-from hvd_keras.auto.start import prepare as prepare
 from hvd_keras.compat.tensorflow_v1 import (
     BroadcastGlobalVariablesHook as BroadcastGlobalVariablesHook,
 )

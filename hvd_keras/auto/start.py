@@ -86,16 +86,6 @@ def auto(scale_batch: bool = False, np: int | None = None, hosts: str | None = N
     atexit.register(_stop)
 
 
-def prepare(model: Any) -> Any:
-    """Let all ranks train a ``keras.Model`` together, in a script of one process; returns it.
-
-    Raises:
-        RuntimeError: as ``hvd.auto``.
-    """
-    auto()
-    return model
-
-
 def _refuse_init(*args: Any, **kwargs: Any) -> None:
     raise RuntimeError(
         "hvdrun --auto is for scripts of one process, and this one calls hvd.init(). Leave out "

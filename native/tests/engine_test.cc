@@ -260,29 +260,6 @@ void every_order_completes() {
   });
 }
 
-// A second request may come at any moment of a negotiation about the first. If the ranks missed it,
-// they would wait for their next report, hundreds of times as long as a pair in one order takes.
-void orders_that_cross_cost_no_waits() {
-  with_engine([](Engine& engine) {
-    const auto seconds = [&](bool crosses) {
-      const auto start = Clock::now();
-      for (int i = 0; i < 400; ++i) {
-        std::deque<Call> pair;
-        for (const char* name : {"a", "b"})
-          pair.emplace_back(Kind::allreduce, name).add(DType::float32, {16});
-        const size_t first = crosses && rank % 2;
-        pair[first].submit(engine);
-        for (const auto now = Clock::now(); seconds_since(now) < i % 40 * 5e-6;) continue;
-        pair[1 - first].submit(engine);
-        for (Call& call : pair) call.expect_sum();
-      }
-      return seconds_since(start);
-    };
-    const double straight = seconds(false), crossed = seconds(true);
-    CHECK_EQ(crossed > 8 * straight, false);
-  });
-}
-
 // The same name again before the first is done: the k-th of one rank is the k-th of the others.
 void equal_names_keep_their_order() {
   with_engine([](Engine& engine) {
@@ -495,7 +472,6 @@ int main(int argc, char** argv) {
           {"allgather without memory on one rank", allgather_without_memory_on_one_rank},
           {"broadcast from every root", broadcast_from_every_root},
           {"every order completes", every_order_completes},
-          {"orders that cross cost no waits", orders_that_cross_cost_no_waits},
           {"equal names keep their order", equal_names_keep_their_order},
           {"disagreements fail on every rank", disagreements_fail_on_every_rank},
           {"impossible requests fail on every rank", impossible_requests_fail_on_every_rank},

@@ -32,7 +32,8 @@ def strategy():
 def unseeded():
     rows = np.full((8, 2), __import__("os").getpid() / 1e6, "float32")
     rows = rows[np.argsort([hash((i, __import__("os").getpid())) for i in range(8)])]
-    hvd.prepare(model()).fit(rows, x[:, :1], verbose=0)
+    hvd.auto()
+    model().fit(rows, x[:, :1], verbose=0)
 def own_loop():
     optimizer, net = keras.optimizers.SGD(0.1), model()
     with tf.GradientTape() as tape:
