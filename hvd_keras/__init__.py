@@ -115,8 +115,6 @@ def __getattr__(name: str) -> Any:
         ) from error
     if not home:
         return module
-    # All its names at once: the import may have put a room in the place of one of them, "auto".
-    globals().update({n: getattr(module, n) for n, its in _HOMES.items() if its == home})
     value = globals()[name] = getattr(module, name)
     return value
 

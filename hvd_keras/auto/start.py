@@ -86,6 +86,10 @@ def auto(scale_batch: bool = False, np: int | None = None, hosts: str | None = N
     atexit.register(_stop)
 
 
+# An import of this package has put the package there.
+vars(hvd_keras)["auto"] = auto
+
+
 def _refuse_init(*args: Any, **kwargs: Any) -> None:
     raise RuntimeError(
         "hvdrun --auto is for scripts of one process, and this one calls hvd.init(). Leave out "
