@@ -284,7 +284,8 @@ if sys.argv[1] == "session":
         command = (folder / "cmdline").read_bytes().split(b"\\0")
         if command[1:4] == [b"-m", b"hvd_keras.auto", b"--session"]:
             variables = (folder / "environ").read_bytes().split(b"\\0")
-            if {b"OMPI_COMM_WORLD_RANK=2", job} <= {*variables}:
+            ranks = b"OMPI_COMM_WORLD_RANK=2", b"PMI_RANK=2"
+            if job in variables and any(rank in variables for rank in ranks):
                 os.kill(int(folder.name), signal.SIGKILL)
     before = net.get_weights()
     try:
