@@ -75,7 +75,8 @@ ROWS = {
     "SIGSEGV": Row(FIRST + "killed by SIGSEGV$"),
     "SIGTERM": Row(FIRST + "killed by SIGTERM$"),
     "out of memory": Row(FIRST + r"killed by SIGKILL \(out of memory\? see dmesg\)$"),
-    "MPI_Abort(5)": Row(FIRST + "exit status 5$"),
+    # MPICH's daemons kill all ranks at once, after its own words.
+    "MPI_Abort(5)": Row(FIRST + "exit status 5$" + r"|Abort\(5\) on node 1 \(rank 1 in comm 0\)"),
     "sleep": Row(VAIN),
     "sys.exit(0)": Row(EARLY + r"|rank 1 has left the job"),
     "sys.exit(3)": Row(FIRST + "exit status 3$"),

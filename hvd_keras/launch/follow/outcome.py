@@ -176,7 +176,8 @@ def judge(
     latest = float("inf") if culprit is None else culprit.time + TIE
     if orphan.orphaned < latest and not was_killed:  # its daemons die of that
         return verdict(1, f"mpirun's daemon on {orphan.host} died first, above {names([orphan])}")
-    if culprit is not None:
+    # Of a killed mpirun of MPICH, the daemons kill the ranks with their workers.
+    if culprit is not None and not (was_killed and culprit.status is None):
         together = _vanished(reports, culprit.time + TIE) if culprit.status is None else []
         if together[1:]:  # as when SLURM kills a step
             cause = (
