@@ -374,6 +374,9 @@ def test_nothing_survives_where_all_ranks_had_ended(hosts: Hosts, tmp_path: Path
         job.signal(signal.SIGKILL)
         job.wait()
         wait_until(lambda: not any(host.processes() for host in hosts), "the end of all ranks")
+        if find_mpirun(None).abi == "mpich":  # its shared memory goes with the next job
+            next_job = ["--no-init", "-H", "server2:1,server3:1", *script(tmp_path, "")]
+            assert cluster.run(hosts[0], *next_job, folder=tmp_path).returncode == 0
         wait_until(lambda: not any(host.leftovers() for host in hosts[1:]), "the end of all files")
         hosts[0].clear()
 
