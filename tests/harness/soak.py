@@ -117,8 +117,10 @@ def goodput(job: Running, seconds: float, chance: random.Random, options: Any) -
     happened = trouble(
         job, seconds, chance, options, lambda: seen.append((time.monotonic(), steps_done(job)))
     )
-    # In most seconds nothing is wrong, so the median is the rate of an undisturbed training.
-    rate = statistics.median((d - b) / (t - s) for (s, b), (t, d) in itertools.pairwise(seen))
+    # In most seconds in which it trains nothing is wrong, so the median is the undisturbed rate.
+    rate = statistics.median(
+        (d - b) / (t - s) for (s, b), (t, d) in itertools.pairwise(seen) if d > b
+    )
     took, done = seen[-1][0] - seen[0][0], seen[-1][1] - seen[0][1]
     print(
         f"soak: goodput {done / rate / took:.3f}: {done} steps of {1 / rate:.3f} s in {took:.0f} s",
