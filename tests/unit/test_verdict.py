@@ -80,8 +80,9 @@ def test_a_killed_mpirun_is_named_and_not_who_lost_a_connection_by_that() -> Non
     ]
     assert lines[0] == "the job did not complete; mpirun ended with killed by SIGKILL"
     assert lines[1] == "rank 0 lost the connection to another rank"
-    vanished = judge([gone(0, 10.0), gone(1, 10.1)], -signal.SIGKILL, was_killed=True)
-    assert vanished.lines[0] == lines[0]
+    for last in (gone(1, 10.1), Report(1, -signal.SIGTERM, 10.1, True, by_signal=True)):
+        verdict = judge([gone(0, 10.0), last], -signal.SIGKILL, was_killed=True)
+        assert verdict.lines[0] == lines[0]
 
 
 def test_a_rank_that_hangs_inside_mpi_is_named_by_the_waiting_ranks() -> None:

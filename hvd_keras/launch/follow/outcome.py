@@ -176,7 +176,7 @@ def judge(
     latest = float("inf") if culprit is None else culprit.time + TIE
     if orphan.orphaned < latest and not was_killed:  # its daemons die of that
         return verdict(1, f"mpirun's daemon on {orphan.host} died first, above {names([orphan])}")
-    # Of a killed mpirun of MPICH, the daemons kill the ranks with their workers.
+    # The daemons of a killed mpirun end the ranks, MPICH's by killing their workers, too.
     if culprit is not None and not (was_killed and culprit.status is None):
         together = _vanished(reports, culprit.time + TIE) if culprit.status is None else []
         if together[1:]:  # as when SLURM kills a step
@@ -209,7 +209,7 @@ def judge(
         cause = f"{names(lost)} lost the connection to another rank"
         return verdict(MPI_LOST, cause, explained=False)
     hit = [one for one in reports if one.stopped and one.by_signal]
-    if hit and len(hit) < len(reports):
+    if hit and len(hit) < len(reports) and not was_killed:
         cause = f"{names(hit)} failed first: a signal that hvdrun did not send asked it to end"
         return verdict(128 + signal.SIGTERM, cause)
     cause = f"the job did not complete; mpirun ended with {_describe_status(mpirun_status)}"
