@@ -96,7 +96,9 @@ TOLD = {
 
 @pytest.fixture
 def launcher(tmp_path: pathlib.Path) -> Launcher:
-    return Launcher(tmp_path)
+    made = Launcher(tmp_path)
+    made.forks = True  # of what has imported Keras
+    return made
 
 
 def auto(
