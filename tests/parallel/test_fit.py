@@ -11,7 +11,6 @@ import tensorflow as tf
 
 import hvd_keras as hvd
 from tests.harness import training
-from tests.harness.shards import Batches
 
 RANK, SIZE = hvd.rank(), hvd.size()
 pytestmark = pytest.mark.ranks(1, 2)
@@ -20,18 +19,6 @@ optimizers = keras.optimizers
 
 def arrays(x, y, batch):
     return {"x": x, "y": y, "batch_size": batch}
-
-
-def py_dataset(x, y, batch):
-    return {"x": Batches(x, y, size=batch)}
-
-
-def generator(x, y, batch):
-    def endless():
-        while True:
-            yield from (Batches(x, y, size=batch)[i] for i in range(training.STEPS))
-
-    return {"x": endless(), "steps_per_epoch": training.STEPS}
 
 
 def both(make_model, feed=arrays, epochs=1, **compile_arguments):
@@ -58,12 +45,6 @@ def assert_equal(alone, together) -> None:
     training.assert_bit_identical_on_all_ranks(together)
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("feed", [py_dataset, generator])
-def test_kinds_of_data(feed) -> None:
-    assert_equal(*both(training.dense_model, feed, epochs=2))
-
-
 def test_two_models_and_optimizers_that_take_turns() -> None:
     def turns(wrap, x, y, batch):
         nets = [training.dense_model() for _ in range(2)]
@@ -80,24 +61,6 @@ def test_two_models_and_optimizers_that_take_turns() -> None:
     together = turns(hvd.DistributedOptimizer, *training.mine(alone[0]), training.BATCH)
     for one, other in zip(alone, together, strict=True):
         assert_equal(one, other)
-
-
-class CustomStep(keras.Sequential):
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = keras.ops.mean((self(x, training=True) - y) ** 4)
-        variables = self.trainable_variables
-        self.optimizer.apply(tape.gradient(loss, variables), variables)
-        return {"loss": loss}
-
-
-@pytest.mark.parametrize("eagerly", [False, True])
-def test_custom_train_step(eagerly: bool) -> None:
-    def make():
-        return CustomStep([keras.Input((5,)), keras.layers.Dense(3), keras.layers.Dense(1)])
-
-    assert_equal(*both(make, run_eagerly=eagerly))
 
 
 def test_several_outputs_with_weights() -> None:

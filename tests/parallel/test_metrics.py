@@ -220,41 +220,6 @@ def test_metrics_are_those_of_one_process(outputs, make_metrics, weighted, argum
     assert all(theirs == everyone[0] for theirs in everyone)
 
 
-def test_several_outputs() -> None:
-    def model(distributed: bool) -> keras.Model:
-        inputs = keras.Input((5,))
-        yes = keras.layers.Dense(1, "sigmoid", name="yes")(inputs)
-        kind = keras.layers.Dense(CLASSES, "softmax", name="kind")(inputs)
-        net = keras.Model(inputs, {"yes": yes, "kind": kind})
-        training.set_weights(net, seed=4)
-        optimizer = keras.optimizers.SGD(0.0)
-        net.compile(
-            optimizer=hvd.DistributedOptimizer(optimizer) if distributed else optimizer,
-            loss={"yes": "binary_crossentropy", "kind": "categorical_crossentropy"},
-            metrics={
-                "yes": [keras.metrics.AUC(name="auc"), "mse"],
-                "kind": ["accuracy", Highest()],
-            },
-            weighted_metrics={"yes": ["mse"]},
-            run_eagerly=True,  # in a graph Keras weights losses of outputs by batch, not by sample
-        )
-        return net
-
-    def outputs(part) -> tuple:
-        return part[0], {"yes": part[1][:, :1], "kind": part[1]}
-
-    expected = fit(model(False), outputs(of_all_ranks(training_data)))
-    local = fit(model(False), outputs(training_data(RANK)))
-    logs = fit(model(True), outputs(training_data(RANK)), None, averaged())
-    assert {"yes_loss", "kind_loss", "yes_mse", "yes_weighted_mse"} < set(logs)
-    highest = logs.pop("kind_highest")
-    everyone = agree.gather_json("highest", local["kind_highest"])
-    assert highest == pytest.approx(np.mean(everyone, axis=0))
-    del expected["kind_highest"]
-    assert_equal(logs, expected)
-    assert_not_means_of(local, expected)
-
-
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("metric", [Highest, Extremes, WithPrior])
 def test_states_that_are_no_sums_are_averaged_with_one_warning(metric) -> None:
@@ -341,18 +306,6 @@ def test_evaluate_that_breaks_off_leaves_later_ones_alone() -> None:
     if RANK == 0:
         assert model.evaluate(*val, BATCH, verbose=0) == pytest.approx(expected)
     hvd.allreduce([1.0])
-
-
-def test_callback_serves_fit_and_evaluate_in_turn() -> None:
-    train, val = binary(training_data), binary(validation_data)
-    alone, model = (make_model(distributed=made, metrics=["accuracy"]) for made in (False, True))
-    callback = averaged()
-    for _ in range(2):
-        expected = fit(alone, of_all_ranks(train)[:2], of_all_ranks(val)[:2])
-        assert_equal(fit(model, train(RANK)[:2], val(RANK)[:2], callback), expected)
-        expected = alone.evaluate(*of_all_ranks(val)[:2], BATCH, verbose=0, return_dict=True)
-        results = model.evaluate(*val(RANK)[:2], BATCH, 0, callbacks=callback, return_dict=True)
-        assert_equal(results, expected)
 
 
 @several

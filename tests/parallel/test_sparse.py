@@ -38,16 +38,6 @@ def test_only_rows_are_read(optimizer: str) -> None:
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
-    "options", [{"clipnorm": 0.01}, {"clipvalue": 0.001}, {"weight_decay": 0.05}]
-)
-def test_options_of_sgd(options: dict[str, float]) -> None:
-    training.assert_trains_like_one_process(
-        training.sparse_model, lambda: UPDATES_ROWS["SGD"](**options)
-    )
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize(
     "make_optimizer",
     [
         lambda: optimizers.SGD(0.1, momentum=0.9),
@@ -58,12 +48,6 @@ def test_options_of_sgd(options: dict[str, float]) -> None:
 def test_the_table_is_read_if_all_of_it_is_updated(make_optimizer) -> None:
     model = training.assert_trains_like_one_process(training.sparse_model, make_optimizer)
     assert set(reads_of_table(model)) == {"ReadVariableOp"}
-
-
-def test_compiled_by_xla() -> None:
-    training.assert_trains_like_one_process(
-        training.sparse_model, UPDATES_ROWS["SGD"], jit_compile=True
-    )
 
 
 def test_lookups_are_those_of_keras() -> None:

@@ -9,7 +9,6 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras.runtime import agree
 from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -74,14 +73,6 @@ class Own(optimizers.Optimizer):
 MODELS = {"dense": training.dense_model, "sparse": training.sparse_model}
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("eagerly", [False, True])
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("optimizer", MAIN)
-def test_equals_one_process(optimizer: str, model: str, eagerly: bool) -> None:
-    training.assert_trains_like_one_process(MODELS[model], MAIN[optimizer], run_eagerly=eagerly)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("optimizer", EVERY)
@@ -106,13 +97,6 @@ def test_buckets_smaller_than_a_gradient(model: str, monkeypatch) -> None:
     small = dataclasses.replace(settings.read(), bucket_bytes=16)
     monkeypatch.setattr(settings, "read", lambda: small)
     training.assert_trains_like_one_process(MODELS[model], MAIN["adam"])
-
-
-def test_sparse_as_dense() -> None:
-    """Uses plain SGD, whose dense and sparse updates are equal in Keras (Adam's are not)."""
-    training.assert_trains_like_one_process(
-        training.sparse_model, lambda: optimizers.SGD(0.1), sparse_as_dense=True
-    )
 
 
 def test_sparse_as_dense_is_alike_on_one_rank() -> None:
@@ -300,46 +284,3 @@ def test_class_and_config_stay_the_users() -> None:
     wrapped = hvd.DistributedOptimizer(optimizer)
     assert type(wrapped) is optimizers.AdamW
     assert wrapped.get_config() == config
-
-
-@pytest.mark.parametrize("how", ["fit again", "load what rank 0 saved", "restart"])
-def test_a_fit_goes_on_in_the_middle_of_an_accumulation(directory, how: str) -> None:
-    """Two steps of three, then one or more: the update has the rows of all ranks in all steps."""
-    x, y = training.data(training.dense_model(), SIZE)
-    rows = 2 * SIZE * training.BATCH  # of the first fit
-
-    def made(**options) -> keras.Model:
-        model = training.dense_model()
-        training.set_weights(model, seed=RANK)
-        adam = keras.optimizers.Adam(0.05, gradient_accumulation_steps=3, clipnorm=0.5)
-        model.compile(hvd.DistributedOptimizer(adam) if options else adam, loss="mse")
-        return model
-
-    def fit(model, part, *callbacks) -> None:
-        data = hvd.data.shard((x[part], y[part]), batch_size=training.BATCH, shuffle=False)
-        first = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-        model.fit(data, verbose=0, callbacks=[first, *callbacks])
-
-    model = made(distributed=True)
-    fit(model, slice(0, rows))
-    if how == "load what rank 0 saved":
-        if RANK == 0:
-            model.save(directory / "model.keras")
-        agree.gather_json("saved", None)
-        model = keras.models.load_model(directory / "model.keras")
-        hvd.DistributedOptimizer(model.optimizer)
-    if how == "restart":
-        saved = [hvd.callbacks.Checkpoint(directory / "saved") for _ in range(2)]
-        model = made(distributed=True)
-        fit(model, slice(0, rows), saved[0])
-        model = made(distributed=True)
-        data = hvd.data.shard((x[rows:], y[rows:]), batch_size=training.BATCH, shuffle=False)
-        model.fit(data, epochs=2, verbose=0, callbacks=[saved[1]])
-    else:
-        fit(model, slice(rows, None))
-    training.assert_bit_identical_on_all_ranks(model)
-    if RANK == 0:
-        alone = made()
-        alone.optimizer.build(alone.trainable_variables)
-        alone.fit(x, y, batch_size=SIZE * training.BATCH, shuffle=False, verbose=0)
-        np.testing.assert_allclose(training.flat(model), training.flat(alone), rtol=1e-4, atol=1e-5)

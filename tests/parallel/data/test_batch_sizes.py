@@ -96,37 +96,6 @@ def test_each_row_counts_alike(is_shared: bool, reduction: str, op) -> None:
         np.testing.assert_allclose(history[name], values, rtol=1e-4, err_msg=name)
 
 
-@pytest.mark.parametrize("is_weighted", [True, False])
-def test_losses_of_outputs_are_logged_as_by_one_process(is_weighted: bool) -> None:
-    """Keras weighs them by steps, and the loss by rows, where a graph does not know the rows."""
-    x, y, weights = rows()
-    y = y[:, 0] * np.linspace(1, 5, LENGTH)[:, np.newaxis]
-    parts = (x, {"a": y, "b": 2 - y}, *[weights[:, 0]] * is_weighted)
-
-    def trained(distributed: bool, data: tf.data.Dataset) -> dict[str, list[float]]:
-        entry = keras.Input((5,))
-        outputs = {name: keras.layers.Dense(1, name=name)(entry) for name in ("a", "b")}
-        model = keras.Model(entry, outputs)
-        training.set_weights(model, seed=RANK)
-        optimizer = keras.optimizers.SGD(1e-3)
-        model.compile(hvd.DistributedOptimizer(optimizer) if distributed else optimizer, "mse")
-        callbacks: list[keras.callbacks.Callback] = []
-        if distributed:
-            callbacks.append(hvd.callbacks.BroadcastGlobalVariablesCallback(0))
-            callbacks.append(hvd.callbacks.MetricAverageCallback())
-        fitted = model.fit(data, validation_data=data, epochs=2, verbose=0, callbacks=callbacks)
-        return fitted.history
-
-    mine_of_all = tf.nest.map_structure(mine, parts)
-    data = tf.data.Dataset.from_tensor_slices(mine_of_all).batch(SIZES[RANK])
-    history = trained(True, data)
-    if RANK == 0:
-        expected = trained(False, tf.data.Dataset.from_tensor_slices(parts).batch(TOTAL))
-        assert {"a_loss", "b_loss", "val_a_loss"} < expected.keys() == history.keys()
-        for name, values in expected.items():
-            np.testing.assert_allclose(history[name], values, rtol=1e-4, err_msg=name)
-
-
 @pytest.mark.parametrize("uneven", ["share", "pad", "trim"])
 def test_each_row_is_used_once(uneven: str) -> None:
     length = 2 * TOTAL + TOTAL // 2  # the last step is short

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import hvd_keras as hvd
 from hvd_keras import data
-from hvd_keras.runtime import agree, log
+from hvd_keras.runtime import agree
 from tests.harness import training
 from tests.harness.shards import (
     BATCH,
@@ -20,7 +20,6 @@ from tests.harness.shards import (
     SIZE,
     TOGETHER,
     Batches,
-    distributed_model,
     error_of,
     job_pass,
     momentum,
@@ -231,26 +230,6 @@ def test_class_weights_multiply_those_of_padded_rows(labels: str) -> None:
         together.fit(own, **weights)
 
 
-def test_shuffled_epochs_of_fit_are_those_of_one_process_and_can_be_resumed() -> None:
-    x, y, _ = samples(2 * TOGETHER + 3)
-    alone = training.dense_model()
-    training.set_weights(alone, seed=0)
-    alone.compile(optimizer=momentum(), loss="mse")
-    for epoch in range(3):
-        order = np.random.default_rng([7, epoch]).permutation(len(x))
-        alone.fit(x[order], y[order], batch_size=TOGETHER, shuffle=False, verbose=0)
-
-    together = distributed_model()
-    together.fit(shard("arrays", x, y, seed=7, uneven="pad"), epochs=3, verbose=0)
-    np.testing.assert_allclose(training.flat(together), training.flat(alone), rtol=1e-4, atol=1e-5)
-
-    resumed = distributed_model()
-    resumed.fit(shard("arrays", x, y, seed=7, uneven="pad"), epochs=2, verbose=0)
-    rest = shard("arrays", x, y, seed=7, start_epoch=2, uneven="pad")
-    resumed.fit(rest, epochs=3, initial_epoch=2, verbose=0)
-    np.testing.assert_array_equal(training.flat(resumed), training.flat(together))
-
-
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_evaluate_gives_the_mean_over_all_rows(kind: str) -> None:
@@ -268,22 +247,6 @@ def test_evaluate_gives_the_mean_over_all_rows(kind: str) -> None:
         assert loss == pytest.approx(expected["loss"], rel=1e-5)
         mae = sum(theirs["mae"] * rows for theirs, rows in everyone) / length
         assert mae == pytest.approx(expected["mae"], rel=1e-5)
-
-
-def test_padding_for_training_is_told_in_validation(monkeypatch) -> None:
-    """And padding for evaluation gives the values of one process."""
-    told: list[str] = []
-    monkeypatch.setattr(log, "warn_once", told.append)
-    x, y, _ = samples(TOGETHER + 1)
-    model = distributed_model()
-    model.fit(shard("arrays", x[:TOGETHER], y[:TOGETHER]), verbose=0)
-    expected = model.evaluate(x, y, verbose=0)
-    for evaluation in (True, False):
-        rows = shard("arrays", x, y, uneven="pad", shuffle=False, evaluation=evaluation)
-        loss = model.evaluate(rows, callbacks=[hvd.callbacks.MetricAverageCallback()], verbose=0)
-        assert not evaluation or loss == pytest.approx(expected, rel=1e-5)
-        tells = any("evaluation=True" in text for text in told)
-        assert tells == (not evaluation and SIZE > 1 and RANK == 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -462,14 +425,3 @@ def test_steps_of_ranks_with_data_of_their_own() -> None:
     if SIZE > 1:
         text = error_of(data.agree_on_steps, 5 + RANK, uneven="error")
         assert "rank 0: 5; rank 1: 6" in text
-
-
-def test_fit_with_data_of_each_rank_makes_the_agreed_steps() -> None:
-    x, y, _ = samples(BATCH * (2 + 3 * RANK) + 1)
-    mine = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
-    steps = data.agree_on_steps(mine)
-    assert steps == 3
-    model = distributed_model()
-    model.fit(mine.repeat(), steps_per_epoch=steps, epochs=3, verbose=0)
-    assert int(model.optimizer.iterations) == 9
-    training.assert_bit_identical_on_all_ranks(model)

@@ -9,22 +9,9 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from tests.harness import inputs
 
 RANK, SIZE = hvd.rank(), hvd.size()
 pytestmark = pytest.mark.ranks(1, 2, 3)
-
-
-def test_alltoall_with_splits() -> None:
-    splits = [[(r + 2 * to) % 3 for to in range(SIZE)] for r in range(SIZE)]
-    tensors = [inputs.tensor(r, (sum(splits[r]), 2)) for r in range(SIZE)]
-    parts = [np.split(tensors[r], np.cumsum(splits[r])[:-1]) for r in range(SIZE)]
-    for call in (hvd.alltoall, tf.function(hvd.alltoall)):
-        received, received_splits = call(tf.constant(tensors[RANK]), splits[RANK])
-        np.testing.assert_array_equal(
-            received, np.concatenate([parts[r][RANK] for r in range(SIZE)])
-        )
-        np.testing.assert_array_equal(received_splits, [splits[r][RANK] for r in range(SIZE)])
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "bfloat16", "float64"])
@@ -34,35 +21,6 @@ def test_alltoall_in_equal_parts(dtype: str) -> None:
         np.concatenate([10 * r + np.arange(2 * RANK, 2 * RANK + 2) for r in range(SIZE)]), dtype
     )
     np.testing.assert_array_equal(hvd.alltoall(mine), expected)
-
-
-def test_alltoall_with_bad_splits_on_one_rank_fails_on_all() -> None:
-    splits = [1] * SIZE
-    if RANK == SIZE - 1:
-        splits[0] = 3
-    with pytest.raises(tf.errors.InvalidArgumentError, match=f"rank {SIZE - 1}|add up to"):
-        hvd.alltoall(tf.zeros(SIZE), splits)
-    assert hvd.allreduce(1.0, op=hvd.Sum) == SIZE
-
-
-@pytest.mark.parametrize("op", ["Sum", "Average"])
-@pytest.mark.parametrize("rows", [0, 1, 2, 5, 70000])
-def test_reducescatter(op: str, rows: int) -> None:
-    combine = {"Sum": np.sum, "Average": np.mean}[op]
-    whole = combine(inputs.of_all_ranks(SIZE, (rows, 3)), axis=0)
-    result = hvd.reducescatter(inputs.tensor(RANK, (rows, 3)), op=getattr(hvd, op))
-    np.testing.assert_allclose(result, np.array_split(whole, SIZE)[RANK], rtol=1e-6)
-
-
-def test_grouped() -> None:
-    tensors = [inputs.tensor(RANK, (3, 2)), inputs.tensor(RANK, (4,), "int32")]
-    everyone = [inputs.of_all_ranks(SIZE, (3, 2)), inputs.of_all_ranks(SIZE, (4,), "int32")]
-    gathered = hvd.grouped_allgather(tensors)
-    reduced = hvd.grouped_reducescatter(tensors, op=hvd.Sum)
-    for i in range(2):
-        np.testing.assert_array_equal(gathered[i], np.concatenate(everyone[i]))
-        whole = everyone[i].sum(0)
-        np.testing.assert_array_equal(reduced[i], np.array_split(whole, SIZE)[RANK])
 
 
 def test_adasum() -> None:

@@ -22,7 +22,7 @@ import hvd_keras as hvd
 from hvd_keras.runtime import libraries
 
 RANK, SIZE = hvd.rank(), hvd.size()
-pytestmark = pytest.mark.ranks(2, 3)
+pytestmark = pytest.mark.ranks(1, 2, 3)
 # Cases per example; with threads, this many requests are in flight at once.
 CASES = 10
 

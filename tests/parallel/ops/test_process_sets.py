@@ -8,7 +8,6 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from tests.harness import inputs
 
 RANK, SIZE = hvd.rank(), hvd.size()
 
@@ -37,35 +36,6 @@ def test_place(others) -> None:
         assert others.rank() == RANK - 1
     assert hvd.global_process_set.size() == SIZE
     assert hvd.global_process_set.rank() == RANK
-
-
-def test_every_collective(others) -> None:
-    if RANK == 0:
-        with pytest.raises(ValueError, match=r"rank 0 is not in process set \d+ of ranks 1"):
-            hvd.allreduce(1.0, process_set=others)
-        return
-    size = SIZE - 1
-    everyone = inputs.of_all_ranks(SIZE, (2 * size, 3))[1:]
-    mine = everyone[RANK - 1]
-    np.testing.assert_allclose(hvd.allreduce(mine, process_set=others), everyone.mean(0))
-    np.testing.assert_array_equal(hvd.allgather(mine, process_set=others), np.concatenate(everyone))
-    for root in others.ranks:
-        result = hvd.broadcast(mine, root, process_set=others)
-        np.testing.assert_array_equal(result, everyone[root - 1])
-    with pytest.raises(ValueError, match="root_rank is 0"):
-        hvd.broadcast(mine, 0, process_set=others)
-    np.testing.assert_array_equal(
-        hvd.reducescatter(mine, op=hvd.Sum, process_set=others),
-        np.array_split(everyone.sum(0), size)[RANK - 1],
-    )
-    np.testing.assert_array_equal(
-        hvd.alltoall(mine, process_set=others),
-        np.concatenate([x[2 * (RANK - 1) : 2 * RANK] for x in everyone]),
-    )
-    hvd.barrier(process_set=others)
-    slices = tf.IndexedSlices(tf.constant([[2.0]]), tf.constant([RANK]), tf.constant([SIZE, 1]))
-    sparse = hvd.allreduce(slices, process_set=others)
-    np.testing.assert_allclose(sparse.values, np.full((size, 1), 2.0 / size))
 
 
 def test_gradients(others) -> None:

@@ -1,6 +1,7 @@
 """An endless Python generator into fit, with steps_per_epoch, to a model that is not built.
 
 expect: equal
+fast: yes
 """
 
 import os
