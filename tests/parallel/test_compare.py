@@ -10,6 +10,7 @@ import tensorflow as tf
 import hvd_keras as hvd
 from hvd_keras.runtime import log, settings
 from tests.harness import training
+from tests.parallel.test_parted import compiled, fit, mine
 
 RANK, SIZE = hvd.rank(), hvd.size()
 pytestmark = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ from")
@@ -32,24 +33,6 @@ def strict(monkeypatch):
     yield
     monkeypatch.undo()
     settings.read.cache_clear()
-
-
-def mine():
-    return training.mine(training.dense_model())
-
-
-def compiled(optimizer=None, model=None, **options) -> keras.Model:
-    model = model or training.dense_model()
-    optimizer = hvd.DistributedOptimizer(optimizer or optimizers.SGD(0.1))
-    model.compile(optimizer=optimizer, **{"loss": "mse", **options})
-    return model
-
-
-def fit(model, callbacks=(), broadcast=True, **arguments):
-    x, y = mine()
-    first = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)] if broadcast else []
-    arguments = {"batch_size": training.BATCH, "verbose": 0, "shuffle": False, **arguments}
-    return model.fit(x, y, callbacks=[*first, *callbacks], **arguments)
 
 
 def by_rank(one, other):
@@ -82,7 +65,7 @@ def test_optimizers_that_differ(name: str, how: str) -> None:
     make, told = OPTIMIZERS[name]
     optimizer = make()
     if how == "fit":
-        model = compiled(optimizer)
+        model = compiled(optimizer=optimizer)
         train = functools.partial(fit, model)
     else:
         variable = tf.Variable([float(RANK)], name="v")
@@ -158,7 +141,7 @@ def test_what_may_differ() -> None:
     )
     x, y = mine()
     data = (x, y) if RANK == 0 else None
-    fit(compiled(SGD(rate), model), verbose=by_rank(0, 2), validation_data=data)
+    fit(compiled(model, SGD(rate)), verbose=by_rank(0, 2), validation_data=data)
     training.assert_bit_identical_on_all_ranks(model)
     assert float(model.optimizer.learning_rate) == pytest.approx(0.1)
 
@@ -184,7 +167,7 @@ def test_values_with_equal_sums_are_told_apart(change, directory, warnings_of_hv
         layer = keras.layers.Dense(4, use_bias=False)
         model = keras.Sequential([keras.Input((8,)), layer])
         model.set_weights([mine])
-        return compiled(SGD(0.0), model)
+        return compiled(model, SGD(0.0))
 
     x, y = np.ones((2, 8), "float32") * (RANK + 1), np.ones((2, 4), "float32")
     made().fit(x, y, verbose=0, shuffle=False)

@@ -52,9 +52,10 @@ def mine():
     return training.mine(training.dense_model())
 
 
-def compiled(model=None, optimizer=None) -> keras.Model:
+def compiled(model=None, optimizer=None, **options) -> keras.Model:
     model = model or training.dense_model()
-    model.compile(hvd.DistributedOptimizer(optimizer or SGD(0.01)), loss="mse")
+    optimizer = hvd.DistributedOptimizer(optimizer or SGD(0.01))
+    model.compile(optimizer, **{"loss": "mse", **options})
     return model
 
 

@@ -112,13 +112,14 @@ def live(
     return [(epoch, seen) for epoch, batch, seen in killed.seen if (epoch, batch) < checkpoint.last]
 
 
-CASES = [("files", 4), ("arrays", 4), ("dataset", 6), ("repeated", 6), ("repeated twice", 4)]
+CASES = [("files", 4), ("arrays", 4), ("dataset", 4), ("repeated", 6), ("repeated twice", 4)]
 MANY = [
     *[("files", 50), ("batches", 4), ("dataset", 50), ("repeated twice", 12), ("repeated", 50)],
 ]
 MANY = [pytest.param(*case, marks=SLOW) for case in MANY]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(("kind", "kills"), [*CASES, *MANY])
 def test_each_row_once_in_each_epoch(kind: str, kills: int, directory: pathlib.Path) -> None:
     generator, seen = random.Random(1), collections.defaultdict(list)

@@ -368,48 +368,12 @@ def image_model(dropout: float) -> keras.Model:
     )
 
 
-def text_model() -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.Input((3,), dtype="int32"),
-            layers.Embedding(training.WORDS, 4),
-            layers.LSTM(3),
-            layers.Dense(1),
-        ]
-    )
-
-
-def synchronized_model() -> keras.Model:
-    return keras.Sequential(
-        [keras.Input((5,)), layers.Dense(3), hvd.SyncBatchNormalization(), layers.Dense(1)]
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.ranks(4)
-def test_convolution_and_batch_norm() -> None:
-    assert_trains_as_without_xla(lambda: image_model(0.0), lambda: optimizers.Adam(0.01))
-
-
 def test_dropout() -> None:
     """With XLA, TensorFlow draws other random numbers, so only the ranks are compared."""
     net = train(lambda: image_model(0.3), True, lambda: optimizers.Adam(0.01))
     mask = compiled(lambda x: net.layers[3](x, training=True))(tf.ones((50, 3, 3)))
     masks = hvd.allgather(mask[tf.newaxis]).numpy()
     assert len(np.unique(masks, axis=0)) == SIZE
-
-
-@pytest.mark.slow
-def test_recurrent_text_model_with_several_steps_at_once() -> None:
-    assert_trains_as_without_xla(text_model, lambda: optimizers.Adam(0.01), steps_per_execution=2)
-
-
-def test_synchronized_batch_norm_with_a_shorter_batch() -> None:
-    assert_trains_as_without_xla(
-        synchronized_model,
-        lambda: optimizers.SGD(0.05),
-        rows=training.BATCH * training.STEPS - (1 + RANK % 2),
-    )
 
 
 def test_loss_scaling_skips_a_step_that_overflows_on_one_rank() -> None:
@@ -435,17 +399,6 @@ def test_sparse_gradients_of_unequal_batches_are_refused() -> None:
     rows = training.BATCH * training.STEPS - RANK
     with pytest.raises(tf.errors.OpError, match=r"sparse_as_dense=True"):
         train(training.sparse_model, True, lambda: optimizers.SGD(0.1), rows=rows)
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize(("dense", "missing"), [(False, 2), (True, RANK)])
-def test_sparse_gradients_with_a_shorter_batch(dense: bool, missing: int) -> None:
-    assert_trains_as_without_xla(
-        training.sparse_model,
-        lambda: optimizers.SGD(0.1),
-        rows=training.BATCH * training.STEPS - missing,
-        wrap=lambda optimizer: hvd.DistributedOptimizer(optimizer, sparse_as_dense=dense),
-    )
 
 
 def test_tape_in_a_compiled_step() -> None:

@@ -1,12 +1,10 @@
 """An interrupted and restarted training ends like an undisturbed one."""
 
-import copy
 import errno
 import os
 import pathlib
 import random
 import resource
-import sys
 import warnings
 from typing import Any
 
@@ -173,35 +171,6 @@ def test_one_checkpoint_in_two_fits(directory, numbers, after: int) -> None:
     assert_same_state(again, undisturbed)
 
 
-def test_a_save_and_a_restart_enter_few_files(directory) -> None:
-    """Who follows a checkpoint through the package reads these."""
-    entered: set[str] = set()
-
-    def note(frame, event, _) -> None:
-        module = frame.f_globals.get("__name__", "")
-        if event == "call" and module.startswith("hvd_keras."):
-            entered.add(module)
-
-    def noted(method):
-        def call(*args) -> None:
-            sys.setprofile(note)
-            try:
-                method(*args)
-            finally:
-                sys.setprofile(None)
-
-        return call
-
-    for epochs in (1, 2):
-        saved = hvd.callbacks.Checkpoint(directory)
-        for name in ("on_train_begin", "on_epoch_end"):
-            setattr(saved, name, noted(getattr(saved, name)))
-        train(build(adam), saved, epochs=epochs)
-    assert "hvd_keras.saving.storage" in entered or RANK > 0
-    assert len(entered) <= 15, sorted(entered)
-    assert len({module.rpartition(".")[0] for module in entered}) <= 6, sorted(entered)
-
-
 def test_a_restart_says_where_it_continues(directory, capfd) -> None:
     saved = hvd.callbacks.Checkpoint(directory, save_freq=2)
     interrupt(build(adam), saved, STEPS + 4)
@@ -214,15 +183,6 @@ def test_a_restart_says_where_it_continues(directory, capfd) -> None:
         f"checkpoint-0000{EPOCHS}-0000000 is the end of epoch {EPOCHS}, and fit ends after epoch"
     )
     assert (f"hvd_keras: {place} {EPOCHS}" in capfd.readouterr().err) == (RANK == 0)
-
-
-def test_a_copy_of_the_callback_works(directory) -> None:
-    """Tuners copy all callbacks for each trial."""
-    model = build(adam)
-    train(model, copy.deepcopy(hvd.callbacks.Checkpoint(directory)), epochs=1)
-    again = build(adam)
-    train(again, copy.deepcopy(hvd.callbacks.Checkpoint(directory)), epochs=1)
-    assert_same_state(again, model)
 
 
 @pytest.mark.slow

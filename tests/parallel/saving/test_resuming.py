@@ -137,7 +137,7 @@ def files(folder: pathlib.Path) -> dict[str, list[np.ndarray]]:
     return found
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("seed", range(12))
 def test_files_and_logs_are_those_of_a_run_without_a_crash(directory, seed: int) -> None:
     draw = random.Random(seed)

@@ -3,16 +3,14 @@
 from typing import Any
 
 import keras
-import numpy as np
 import pytest
 
 import hvd_keras as hvd
 from hvd_keras.gradients import shards
 from tests.harness import training
-from tests.parallel.saving.test_tables_in_files import assert_equal, state_of
+from tests.parallel.saving.test_tables_in_files import STEPS, assert_equal, state_of, train
 
 RANK, SIZE = hvd.rank(), hvd.size()
-BATCH, STEPS = 4, 3
 EVERYONE = hvd.global_process_set
 
 
@@ -33,16 +31,6 @@ def build(shard_state: bool, of: Any = EVERYONE, *, scaled: bool = False, **opti
     # A few steps take less time than tracing.
     model.compile(optimizer=distributed, loss="mse", run_eagerly=True)
     return model
-
-
-def train(model: Any, saved: Any, *more: Any, epochs: int = 2, of: Any = EVERYONE) -> None:
-    random = np.random.default_rng(3)
-    count = of.size() * BATCH * STEPS
-    rows = random.normal(size=(count, 5)), random.normal(size=(count, 1))
-    data = hvd.data.shard(rows, batch_size=BATCH, shuffle=False, process_set=of)
-    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(of.ranks[0])]
-    callbacks += [saved] if saved else []
-    model.fit(data, epochs=epochs, verbose=0, shuffle=False, callbacks=[*callbacks, *more])
 
 
 @pytest.mark.parametrize(

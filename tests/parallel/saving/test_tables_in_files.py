@@ -35,7 +35,9 @@ def build(process_set: Any = EVERYONE, shard: Any = "columns") -> Any:
 def train(model: Any, saved: Any, *more: Any, epochs: int = 2, of: Any = EVERYONE) -> None:
     random = np.random.default_rng(3)
     count = of.size() * BATCH * STEPS
-    rows = random.integers(0, ROWS, (count, 3)), random.normal(size=(count, 1))
+    is_table = model.inputs[0].dtype == "int32"
+    x = random.integers(0, ROWS, (count, 3)) if is_table else random.normal(size=(count, 5))
+    rows = x, random.normal(size=(count, 1))
     data = hvd.data.shard(rows, batch_size=BATCH, shuffle=False, process_set=of)
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(of.ranks[0])]
     callbacks += [saved] if saved else []
