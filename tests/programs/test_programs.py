@@ -17,6 +17,11 @@ MORE = {
         **{"data": "rows", "order": "hvd", "weights": "sample", "metrics": "weighted"},
         **{"validation": "padded", "mode": "graph", "callbacks": ["evaluates"]},
     },
+    # A fit, and what it saves, goes on within an accumulation.
+    "mask": {
+        **{"body": "masked", "data": "rows", "weights": "sample", "validation": "rows"},
+        **{"accumulation": 2, "epochs": 1, "then": ["fit", "evaluate", "save"]},
+    },
 }
 
 
