@@ -11,12 +11,6 @@ from tests.harness import inputs
 
 RANK, SIZE = hvd.rank(), hvd.size()
 pytestmark = pytest.mark.ranks(1, 2, 3)
-INTEGERS = ["uint8", "int8", "int32", "int64"]
-FLOATS = ["float16", "bfloat16", "float32", "float64"]
-
-
-def numpy(tensor: tf.Tensor) -> np.ndarray:
-    return tf.cast(tensor, tf.float64).numpy()
 
 
 @pytest.mark.parametrize("op", ["Min", "Max"])
