@@ -174,14 +174,7 @@ class Side:
     def _exchange(self, level: int) -> None:
         items = self.plan.exchanges.items()
         found = [(v, key[1], kind) for key, (at, kind, v) in items if at == level]
-        self._broadcast([v for v, _, kind in found if kind == "broadcast"], level)
-        to_all = [v for v, _, kind in found if kind == "allreduce"]
-        to_root = [v for v, _, kind in found if kind == "reduce"]
-        if to_all:  # which takes small ones along
-            to_all += filter(is_small, to_root)
-            to_root = list(itertools.filterfalse(is_small, to_root))
-        self._reduce(to_root, level, "reduce", {"root_rank": 0})
-        self._reduce(to_all, level, "allreduce", {})
+        # Rows first: ops that need the first weights begin while the others travel.
         for i, (value, need, kind) in enumerate(found):
             name = f"{self.name}.{level}.{kind}.{i}"
             if kind == "scatter":
@@ -191,6 +184,14 @@ class Side:
             elif kind == "keep":
                 kept = self.plan.kept[id(value)]
                 self._have[id(value), ALL] = self._get(value, ROOT) if self.is_root else read(*kept)
+        self._broadcast([v for v, _, kind in found if kind == "broadcast"], level)
+        to_all = [v for v, _, kind in found if kind == "allreduce"]
+        to_root = [v for v, _, kind in found if kind == "reduce"]
+        if to_all:  # which takes small ones along
+            to_all += filter(is_small, to_root)
+            to_root = list(itertools.filterfalse(is_small, to_root))
+        self._reduce(to_root, level, "reduce", {"root_rank": 0})
+        self._reduce(to_all, level, "allreduce", {})
         if level == 0:
             self._start = self.rank * self._rows // self.size
             self._stop = (self.rank + 1) * self._rows // self.size
