@@ -35,7 +35,9 @@ async def run(spec: JobSpec) -> Verdict:
         return await _run(spec, signals, output)
     finally:
         if given.max_restarts:  # there may be what was to help a restart
-            await spec.remains.sweep(spec.remains.hosts - spec.remains.lost, servers=True)
+            reached = spec.remains.hosts - spec.remains.lost
+            if await spec.remains.sweep(reached, servers=True):
+                await _sweep_lost(spec.remains, signals, limits.SILENCE)
         while signals.patient() and not output.empty:
             await wait_for(signals.changed, limits.SLOW_READER_CHECK)
         errors.voice = None
