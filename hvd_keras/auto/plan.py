@@ -265,9 +265,11 @@ class Plan:
             level = value.source.level
             if need == ROOT:
                 return level
+        elif isinstance(place, Partial):
+            level = self._level_of_sum(value, need)
+            if need in (ROOT, ALL):
+                return level
         elif place != FULL:
-            if isinstance(place, Partial):
-                return self._level_of_sum(value, need)
             level = self._exchange(value, ROOT, value.level, "gather")
             if need == ROOT:
                 return level
