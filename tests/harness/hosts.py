@@ -374,7 +374,7 @@ class Hosts(Sequence[Host]):
         self._carrier: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Hosts:
-        self._folder = pathlib.Path(tempfile.mkdtemp(prefix="hosts-"))
+        self.folder = pathlib.Path(tempfile.mkdtemp(prefix="hosts-"))
         self._switch: subprocess.Popen[bytes] | None = None
         try:
             self._configure()
@@ -388,7 +388,7 @@ class Hosts(Sequence[Host]):
             _do(*self._inside, "ip", "link", "add", "switch", "type", "bridge")
             _do(*self._inside, "ip", "link", "set", "switch", "up")
             for number, name in enumerate(self._names, 1):
-                self._hosts.append(Host(number, name, self._folder, switch))
+                self._hosts.append(Host(number, name, self.folder, switch))
         except BaseException:
             self.__exit__()
             raise
@@ -401,11 +401,11 @@ class Hosts(Sequence[Host]):
         for process in filter(None, (self._carrier, self._switch)):
             process.kill()
             process.wait(timeout=LIMIT)
-        shutil.rmtree(self._folder)
+        shutil.rmtree(self.folder)
 
     def _configure(self) -> None:
         """Write the hosts' files: names, one key for the user, a key for each host."""
-        folder = self._folder
+        folder = self.folder
         names = [(f"{NETWORK}.{n}", name) for n, name in enumerate(self._names, 1)]
         table = "".join(f"{address} {name}\n" for address, name in names)
         (folder / "hosts").write_text("127.0.0.1 localhost\n" + table)
@@ -464,7 +464,7 @@ class Hosts(Sequence[Host]):
 
         The kernel keeps about 1,024 that hosts have learnt, of all of them together.
         """
-        file = self._folder / "neighbours"
+        file = self.folder / "neighbours"
         known = (f"{host.address} lladdr {host.card}" for host in self._hosts)
         file.write_text("".join(f"neigh replace {one} dev eth0 nud permanent\n" for one in known))
         for host in self._hosts:

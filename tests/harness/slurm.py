@@ -74,7 +74,8 @@ class Slurm:
         self._daemons: list[tuple[Host, subprocess.Popen[Any]]] = []
 
     def __enter__(self) -> Slurm:
-        self._folder = pathlib.Path(tempfile.mkdtemp(prefix="slurm-"))
+        # The hosts' end removes it: what runs a job's step tidies up here after its job is over.
+        self._folder = pathlib.Path(tempfile.mkdtemp(prefix="slurm-", dir=self.hosts.folder))
         self.settings = {"SLURM_CONF": str(self._folder / "slurm.conf")}
         try:
             self._start()
@@ -88,7 +89,6 @@ class Slurm:
             with contextlib.suppress(AssertionError):  # it has ended
                 host.signal(daemon, 9)
             daemon.wait(timeout=LIMIT)
-        shutil.rmtree(self._folder)
 
     def _start(self) -> None:
         folder = self._folder
