@@ -25,6 +25,7 @@ class Kept:
     def __init__(self, pairs: Iterable[tuple[Any, Value]]) -> None:
         """``pairs``: handles of variables, and values of their dtypes and shapes."""
         self._pairs = list({handle._id: (handle, x) for handle, x in pairs}.values())
+        self._none = [tf.zeros([x.rank, 0], x.dtype) for _, x in self._pairs]
         call = {"tensor_name": worker.next_name(), "process_set": 0, "root_rank": 0}
 
         def compare(sent: list[Any]) -> Any:
@@ -54,8 +55,7 @@ class Kept:
         """Send all values if the others lack any of them."""
         if not self._pairs:
             return
-        nothing = [tf.zeros([x.rank, 0], x.dtype) for _, x in self._pairs]
-        sent = [_sent.get(h._id, x) for (h, _), x in zip(self._pairs, nothing, strict=True)]
+        sent = [_sent.get(h._id, x) for (h, _), x in zip(self._pairs, self._none, strict=True)]
         same, now = self._compare(*sent)
         if all(same.numpy()):
             return

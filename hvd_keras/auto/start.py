@@ -16,10 +16,11 @@ import tensorflow as tf
 
 import hvd_keras
 from hvd_keras import lifecycle
-from hvd_keras.auto import hook, messages, scale, worker
+from hvd_keras.auto import hook, messages, worker
 from hvd_keras.auto.launching import SESSION
 from hvd_keras.auto.run import function
 from hvd_keras.launch import session
+from hvd_keras.patches import scaled_fit
 from hvd_keras.runtime import rank_info, settings
 from hvd_keras.runtime.keras import is_legacy, replace, require
 
@@ -78,8 +79,8 @@ def auto(scale_batch: bool = False, np: int | None = None, hosts: str | None = N
         (sys, "excepthook", _stop_and_print),
     ]
     if scale_batch:
-        refuse = functools.partial(scale.refuse, "a call of train_on_batch", "model.fit")
-        rows += [(keras.Model, "fit", scale.fit), (keras.Model, "train_on_batch", refuse)]
+        refuse = functools.partial(scaled_fit.refuse, "a call of train_on_batch", "model.fit")
+        rows += [(keras.Model, "fit", scaled_fit.fit), (keras.Model, "train_on_batch", refuse)]
     for owner, attribute, new in rows:
         require(owner, attribute, "for automatic mode")
         replace(owner, attribute, new)

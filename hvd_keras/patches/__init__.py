@@ -1,1 +1,1 @@
-"""What ``init`` changes in Keras on TensorFlow, and nothing else."""
+"""What ``init`` and ``auto`` change in Keras on TensorFlow, and nothing else."""
