@@ -69,7 +69,8 @@ def auto(scale_batch: bool = False, np: int | None = None, hosts: str | None = N
         return
     if rank_info.rank() > 0:
         worker.work()
-        sys.exit()
+        atexit._run_exitfuncs()
+        os._exit(0)  # the end of the interpreter takes TensorFlow half a second
     rows: list[tuple[Any, str, Callable[..., Any]]] = [
         *((keras.Model, f"make_{k}_function", hook.make) for k in ("train", "test", "predict")),
         (type(function(lambda: None)), "__call__", hook.call),
