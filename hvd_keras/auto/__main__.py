@@ -1,5 +1,6 @@
 """``python -m hvd_keras.auto train.py ...``: a script of one process on this rank."""
 
+import gc
 import sys
 
 from hvd_keras.auto.launching import SCALE_BATCH, SESSION
@@ -13,8 +14,12 @@ if __name__ == "__main__":
     if SESSION in flags and settings.launched_rank() == 0:
         session.stand_in(words[0])
         sys.exit()
+    # The import of TensorFlow makes many objects and no garbage: the collector need not look.
+    gc.disable()
     from hvd_keras.auto.start import auto
 
+    gc.freeze()
+    gc.enable()
     auto(SCALE_BATCH in flags)
     sys.path[0] = script.folder_of(words)
     script.run(words)

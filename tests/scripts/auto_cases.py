@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import json
 import os
 import shutil
@@ -56,6 +57,7 @@ weights = random.uniform(size=70)
 
 def arrays():
     """Short last batches, validation, weights, metrics that are no means, batch normalization."""
+    print("collects", gc.isenabled(), gc.get_threshold())
     metrics = ["mae", keras.metrics.R2Score(), Peak(), rmse]
     net = model(norm=True, metrics=metrics, weighted_metrics=["mse"])
     fit = net.fit(x, y, 23, 2, sample_weight=weights, validation_split=0.3, verbose=0)
