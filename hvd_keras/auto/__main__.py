@@ -14,7 +14,7 @@ if __name__ == "__main__":
     if SESSION in flags and settings.launched_rank() == 0:
         session.stand_in(words[0])
         sys.exit()
-    # The import of TensorFlow makes many objects and no garbage: the collector need not look.
+    # TensorFlow's import makes hardly any garbage, which is not worth the collector's time.
     gc.disable()
     from hvd_keras.auto.start import auto
 
