@@ -9,6 +9,7 @@ import shutil
 import sqlite3
 import sys
 import tempfile
+import weakref
 
 import auto_steps
 import h5py
@@ -56,7 +57,7 @@ weights = random.uniform(size=70)
 
 
 def arrays():
-    """Short last batches, validation, weights, metrics that are no means, batch normalization."""
+    """Short last batches, validation, weights, metrics that are no means; a model is freed."""
     print("collects", gc.isenabled(), gc.get_threshold())
     metrics = ["mae", keras.metrics.R2Score(), Peak(), rmse]
     net = model(norm=True, metrics=metrics, weighted_metrics=["mse"])
@@ -69,6 +70,11 @@ def arrays():
     )
     logs = [net.train_on_batch(x[:k], y[:k]) for k in (1, 5)] + [net.test_on_batch(x[:3], y[:3])]
     print("batches", np.round(logs, 4).tolist(), net.predict_on_batch(x[:3]).shape)
+    dropped = weakref.ref(net)
+    del net, fit
+    keras.utils.clear_session()
+    gc.collect()
+    print("freed", dropped() is None)
 
 
 def rmse(y_true, y_pred):
