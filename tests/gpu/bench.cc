@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "core/gpu/gpu.h"
 #include "core/gpu/nccl_api.h"
 #include "tests/support/kernel.h"
 #include "tests/support/test_call.h"
@@ -75,7 +76,8 @@ std::unique_ptr<NcclCommunicator> plain_communicator(const NcclApi& nccl) {
   NcclId id;
   if (rank == 0) CHECK_EQ(nccl.get_unique_id(&id), kNcclSuccess);
   MPI_Bcast(&id, sizeof id, MPI_BYTE, 0, MPI_COMM_WORLD);
-  return std::make_unique<NcclCommunicator>(nccl, id, rank, size, kPause);
+  return std::make_unique<NcclCommunicator>(nccl, test::device->cuda(), test::device->number(), id,
+                                            rank, size, kPause);
 }
 
 Settings through_host() {
@@ -131,7 +133,66 @@ void allreduces() {
   }
   if (size == 1) say("%s\n", "With one GPU NCCL copies and communicates with nobody: no GB/s.");
   CHECK_EQ(test::leave(*engine, "", -1), Engine::LeaveResult::all_left);
-  plain->close(kPause);
+  plain->close();
+}
+
+// What the host pays for each call that an allreduce is made of.
+void calls_of_the_host() {
+  std::string why;
+  const NcclApi* nccl = nccl_api(test::device->settings(), &why);
+  const CudaApi& cuda = test::device->cuda();
+  const int number = test::device->number();
+  const OnDevice here(cuda, number);
+  Gpu gpu(cuda, number);
+  Event event = gpu.record(gpu.stream());
+  const auto each = [&](const char* what, const std::function<void()>& call) {
+    const Cost cost = cost_of([&] {
+      for (int i = 0; i < kCalls; ++i) call();
+    });
+    say("%-44s %6.2f us\n", what, cost.of_host * 1e6);
+  };
+  say("%s\n", "The host's part of a call");
+  each("a device is selected", [&] { const OnDevice again(cuda, number); });
+  each("an event is recorded", [&] { event = gpu.record(test::device->stream()); });
+  each("a stream waits for it", [&] { gpu.wait(gpu.stream(), event); });
+  each("an event is queried", [&] { gpu.finished(event); });
+  const Memory in = test::device->allocate(4096), out = test::device->allocate(4096);
+  test::device->fill(in.get(), 0, 4096);
+  for (const int blocking : {1, 0}) {
+    if (!blocking && test::device->is_fake()) break;
+    NcclId id;
+    if (rank == 0) CHECK_EQ(nccl->get_unique_id(&id), kNcclSuccess);
+    MPI_Bcast(&id, sizeof id, MPI_BYTE, 0, MPI_COMM_WORLD);
+    NcclComm comm = nullptr;
+    NcclConfig config;
+    config.blocking = blocking;
+    nccl->init_rank(&comm, size, id, rank, &config);
+    const auto settle = [&] {
+      int state = kNcclInProgress;
+      while (nccl->async_error(comm, &state) == kNcclSuccess && state == kNcclInProgress) kPause();
+      CHECK_EQ(state, kNcclSuccess);
+    };
+    settle();
+    each(blocking ? "NCCL's allreduce of 4 KiB, blocking"
+                  : "NCCL's allreduce of 4 KiB, not blocking",
+         [&] {
+           nccl->group_start();
+           nccl->all_reduce(in.get(), out.get(), 1024, 7, kNcclSum, comm, test::device->stream());
+           nccl->group_end();
+           settle();
+         });
+    test::device->synchronize();
+    nccl->finalize(comm);
+    settle();
+    nccl->destroy(comm);
+  }
+  const auto engine = test::new_engine();
+  each("the engine's, one at a time", [&] {
+    std::promise<Status> promise;
+    engine->submit(on_gpu(allreduce_of(in.get(), out.get(), 4096, promise)));
+    CHECK_EQ(promise.get_future().get().message, "");
+  });
+  CHECK_EQ(test::leave(*engine, "", -1), Engine::LeaveResult::all_left);
 }
 
 // The way through the host's memory beside copies of page-locked memory, which show the bus.
@@ -277,7 +338,8 @@ int main(int argc, char** argv) {
   using namespace hvd;
   std::vector<test::Test> tests = {{"staging", staging}};
   if (argc > 1 && std::string(argv[1]) == "gpu") {
-    tests = {{"allreduces", allreduces},
+    tests = {{"calls of the host", calls_of_the_host},
+             {"allreduces", allreduces},
              {"overlap", overlap},
              {"staging", staging},
              {"small tensors of the host", small_tensors_of_the_host}};

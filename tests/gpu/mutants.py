@@ -148,11 +148,12 @@ RULES = {
     f"{GPU}/nccl_api.cc": [
         (r"check\(nccl_\.group_start\(\), \"ncclGroupStart\"\);", ""),
         (r"check\(nccl_\.group_end\(\), \"ncclGroupEnd\"\);", ""),
-        (r"settle\(\"ncclGroupEnd\", pause\);", ""),
-        (r"settle\(\"ncclCommInitRankConfig\", pause\);", ""),
-        (r"settle\(\"ncclCommFinalize\", pause\);", ""),
+        (r"check\(nccl_\.finalize\(comm_\), \"ncclCommFinalize\"\);", ""),
+        (r"cuda\.set_device\(device\);", ""),
+        (r"while \(creation->state != ended\) pause\(\);", ""),
+        (r"check\(creation->result, \"ncclCommInitRankConfig\"\);", ""),
+        (r"\(\*pause_\)\(\);", ""),
         (r"\+\+groups_;", ""),
-        (r"check\(state, call\);", ""),
         (r"check\(state, \"what it had begun\"\);", ""),
     ],
     f"{GPU}/nccl_collectives.cc": [
@@ -228,7 +229,7 @@ SITES = {
     "waits": r"(?<![:\w])(?:wait|stream_wait|wait_for)\((?!(?:const )?Gpu)",
     "streams": _FIRST + r"(?:stream_?|framework|gpu(?:->|\.)stream\(\))(?=[,)])"
     r"|static_cast<CudaStream>\([^)]*\)|request\.stream = ",
-    "groups": r"(?<![:\w])(?:group_start|group_end|settle)\((?!const)|communicator_\.group\(",
+    "groups": r"(?<![:\w])(?:group_start|group_end|finalize)\((?!const)|communicator_\.group\(",
     "buffers": r"(?<![.\w])(?:request\.|direct\.|staged\.)?"
     r"(?:outputs\[i\]|(?:inputs\[i\]|input|part|results?(?:\[index\])?)\.data\b(?!\())",
     "offsets": r"begin\[r\]|out \+=",

@@ -40,11 +40,13 @@ const CudaApi* cuda_api(const Settings& settings, std::string* why) {
   return why->empty() ? api : nullptr;
 }
 
-OnDevice::OnDevice(const CudaApi& cuda, int device) : cuda_(cuda) {
+OnDevice::OnDevice(const CudaApi& cuda, int device) : cuda_(cuda), device_(device) {
   cuda_.check(cuda_.get_device(&before_), "cudaGetDevice");
   if (before_ != device) cuda_.check(cuda_.set_device(device), "cudaSetDevice");
 }
 
-OnDevice::~OnDevice() { cuda_.set_device(before_); }
+OnDevice::~OnDevice() {
+  if (before_ != device_) cuda_.set_device(before_);
+}
 
 }  // namespace hvd

@@ -78,6 +78,7 @@ class OnDevice {
 
  private:
   const CudaApi& cuda_;
+  const int device_;
   int before_ = 0;
 };
 

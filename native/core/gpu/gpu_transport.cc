@@ -20,6 +20,9 @@ namespace {
 constexpr double kSpinSeconds = 100e-6;
 constexpr auto kSleep = std::chrono::microseconds(50);
 
+// How often to look for finished work between requests that follow each other.
+constexpr double kLookSeconds = 1e-3;
+
 // How long started work may take to end after an abort.
 constexpr double kLastSeconds = 1.0;
 
@@ -56,7 +59,7 @@ GpuTransport::~GpuTransport() {
       pause();
       drop_finished();
     }
-    if (!aborted_ && communicator_) communicator_->close(pause);
+    if (!aborted_ && communicator_) communicator_->close();
   } catch (const std::exception& error) {
     log(LogLevel::warning, std::string("the GPU was not cleaned up: ") + error.what());
   }
@@ -120,7 +123,8 @@ std::optional<Summary> GpuTransport::agree(const Proposal& mine, const Request* 
                                            const Waiting& waiting) {
   if (next && next->device != kOnHost) next = nullptr;
   if (!waiting && !next) return {};
-  const std::string why = failure();
+  std::string why;
+  if (seconds_since(looked_) > kLookSeconds) why = failure();
   if (!waiting && !why.empty()) return {};
   if (!why.empty()) fail(why);
   Proposal marked = mine;
@@ -291,8 +295,8 @@ Status GpuTransport::handshake(Gpu& gpu, const Waiting& waiting) {
     turn.emplace(LaunchOrder::of(gpu.device()), process_set_, exchange_with(waiting),
                  pause_with(waiting));
   }
-  communicator_ =
-      std::make_unique<NcclCommunicator>(*nccl, id, rank(), size(), pause_with(waiting));
+  communicator_ = std::make_unique<NcclCommunicator>(*nccl, gpu.cuda(), gpu.device(), id, rank(),
+                                                     size(), pause_with(waiting));
   nccl_ = std::make_unique<NcclCollectives>(*communicator_, *host_, gpu.stream());
   return {};
 }
@@ -330,6 +334,7 @@ std::string GpuTransport::failure() {
   } catch (const GpuError& error) {
     return error.what();
   }
+  looked_ = Clock::now();
   if (works_.empty()) return "";
   const std::string here = works_.front().name + " on the GPU of rank " +
                            std::to_string(ranks()[rank()]) + " (on " + host(rank()) + ")";

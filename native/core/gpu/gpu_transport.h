@@ -94,7 +94,7 @@ class GpuTransport : public Transport {
   std::deque<Work> works_;        // oldest first
   uint64_t groups_in_works_ = 0;  // of NCCL's calls, so far
   Event last_launch_;             // of NCCL's work
-  Clock::time_point progress_;
+  Clock::time_point progress_, looked_;
   bool aborted_ = false;
 };
 

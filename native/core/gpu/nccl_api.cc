@@ -1,12 +1,20 @@
 #include "core/gpu/nccl_api.h"
 
+#include <atomic>
+#include <exception>
+#include <memory>
+
 #include "core/base/settings.h"
+#include "core/base/threads.h"
 
 namespace hvd {
 namespace {
 
 // The first with all members of NcclConfig; non-blocking communicators came with 2.14.
 constexpr int kOldestNccl = 21700;
+
+// A call that takes longer may wait for another rank.
+constexpr double kLongCallSeconds = 0.1;
 
 }  // namespace
 
@@ -36,18 +44,66 @@ int nccl_dtype(DType dtype) {
   return kNumbers[static_cast<int>(dtype)];
 }
 
-NcclCommunicator::NcclCommunicator(const NcclApi& nccl, const NcclId& id, int rank, int size,
-                                   const Pause& pause)
+CallWatch::CallWatch() : thread_(new_thread("hvd nccl watch", [this] { watch(); })) {}
+
+CallWatch::~CallWatch() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    over_ = true;
+  }
+  ended_.notify_all();
+  thread_.join();
+}
+
+CallWatch::Call::Call(CallWatch& watch, const Pause& pause) : watch_(watch) {
+  std::lock_guard<std::mutex> lock(watch_.mutex_);
+  watch_.pause_ = &pause;
+  watch_.since_ = Clock::now();
+}
+
+CallWatch::Call::~Call() {
+  std::lock_guard<std::mutex> lock(watch_.mutex_);
+  watch_.pause_ = nullptr;
+}
+
+// The lock is held while `pause` runs, so a call that returns meanwhile waits for it.
+void CallWatch::watch() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!ended_.wait_for(lock, Seconds(kLongCallSeconds), [this] { return over_; })) {
+    if (!pause_ || seconds_since(since_) < kLongCallSeconds) continue;
+    try {
+      (*pause_)();
+    } catch (const std::exception&) {  // all ranks are told already
+      pause_ = nullptr;
+    }
+  }
+}
+
+NcclCommunicator::NcclCommunicator(const NcclApi& nccl, const CudaApi& cuda, int device,
+                                   const NcclId& id, int rank, int size, const Pause& pause)
     : nccl_(nccl) {
-  NcclConfig config;
-  config.blocking = 0;
+  enum State { under_way, ended, given_up };
+  struct Creation {
+    NcclComm comm = nullptr;
+    int result = kNcclSuccess;
+    std::atomic<State> state{under_way};
+  };
+  const auto creation = std::make_shared<Creation>();
+  new_thread("hvd nccl init", [creation, &nccl, &cuda, device, id, rank, size] {
+    cuda.set_device(device);
+    NcclConfig config;
+    creation->result = nccl.init_rank(&creation->comm, size, id, rank, &config);
+    const bool in_vain = creation->state.exchange(ended) == given_up;
+    if (in_vain && creation->comm) nccl.abort(creation->comm);
+  }).detach();
   try {
-    check(nccl_.init_rank(&comm_, size, id, rank, &config), "ncclCommInitRankConfig");
-    settle("ncclCommInitRankConfig", pause);
+    while (creation->state != ended) pause();
   } catch (...) {
-    if (comm_) nccl_.abort(comm_);
+    if (creation->state.exchange(given_up) == ended && creation->comm) nccl.abort(creation->comm);
     throw;
   }
+  check(creation->result, "ncclCommInitRankConfig");
+  comm_ = creation->comm;
 }
 
 NcclCommunicator::~NcclCommunicator() {
@@ -55,15 +111,15 @@ NcclCommunicator::~NcclCommunicator() {
 }
 
 void NcclCommunicator::group(const std::function<void()>& calls, const Pause& pause) {
+  const CallWatch::Call call(watch_, pause);
   check(nccl_.group_start(), "ncclGroupStart");
   ++groups_;
   calls();  // if it throws, the thread ends, and with it the group
   check(nccl_.group_end(), "ncclGroupEnd");
-  settle("ncclGroupEnd", pause);
 }
 
 void NcclCommunicator::check(int result, const char* call) const {
-  if (result == kNcclSuccess || result == kNcclInProgress) return;
+  if (result == kNcclSuccess) return;
   const char* detail = nccl_.last_error(comm_);
   throw GpuError(std::string("NCCL refuses ") + call + ": " + nccl_.error_string(result) +
                  (detail && *detail ? std::string(" (") + detail + ")" : "") +
@@ -81,21 +137,10 @@ std::string NcclCommunicator::problem() const {
   return "";
 }
 
-void NcclCommunicator::close(const Pause& pause) {
+void NcclCommunicator::close() {
   check(nccl_.finalize(comm_), "ncclCommFinalize");
-  settle("ncclCommFinalize", pause);
   check(nccl_.destroy(comm_), "ncclCommDestroy");
   comm_ = nullptr;
-}
-
-void NcclCommunicator::settle(const char* call, const Pause& pause) const {
-  while (true) {
-    int state = kNcclSuccess;
-    check(nccl_.async_error(comm_, &state), "ncclCommGetAsyncError");
-    check(state, call);
-    if (state == kNcclSuccess) return;
-    pause();
-  }
 }
 
 }  // namespace hvd

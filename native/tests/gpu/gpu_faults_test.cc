@@ -156,7 +156,7 @@ class Script {
     submit(engine);
     if (!wait_for_all(outcome)) return false;
     engine.announce_leaving("the case is over");
-    engine.leave(20);
+    if (!rank_.stuck) engine.leave(20);
     return true;
   }
 
@@ -230,7 +230,10 @@ class Script {
   bool wait_for_all(Outcome* outcome) {
     for (size_t i = outcome->messages.size(); i < calls_.size(); ++i) {
       Status status;
-      if (!calls_[i].wait(&status)) return false;
+      if (!calls_[i].wait(&status, &rank_.stuck)) {
+        if (!rank_.stuck) return false;
+        status.message = rank_.why_stuck;  // NCCL still has the engine's thread
+      }
       outcome->messages.push_back(status.message);
     }
     return true;

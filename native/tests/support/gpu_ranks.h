@@ -72,9 +72,12 @@ class GpuCall {
     engine.submit(request);
   }
 
-  // False after some seconds of nothing.
-  bool wait(Status* status) {
-    if (result_.wait_for(std::chrono::seconds(60)) != std::future_status::ready) return false;
+  // False after some seconds of nothing, which are few once the process would be ended.
+  bool wait(Status* status, const std::atomic<bool>* stuck = nullptr) {
+    int seconds = 0;
+    while (result_.wait_for(std::chrono::seconds(1)) != std::future_status::ready) {
+      if (++seconds == 60 || (stuck && *stuck)) return false;
+    }
     *status = result_.get();
     return true;
   }

@@ -1,4 +1,4 @@
-// The part of libnccl. Every communicator is non-blocking, as native/core makes them.
+// The part of libnccl. Every communicator is blocking, as native/core makes them.
 #include <unistd.h>
 
 #include <algorithm>
@@ -102,7 +102,6 @@ void expect_apart(const std::vector<std::deque<fake_cuda::Range>>& of_ops) {
   }
 }
 
-// As NCCL does for a non-blocking communicator: a thread puts the work into the stream, later.
 void enqueue(Group group) {
   std::lock_guard<std::recursive_mutex> lock(fake_cuda::mutex());
   const std::shared_ptr<Comm> comm = group.comm;
@@ -144,38 +143,29 @@ void enqueue(Group group) {
     violation("collectives of two communicators may run on a device at once");
   launched.stream = group.stream->number;
   launched.place = group.stream->given;
-  --comm->enqueuing;
 }
 
 std::atomic<int> launches{0};
 std::atomic<int> unsettled{-1};  // a device
 std::atomic<int> unsettled_as{hvd::kNcclInProgress};
 
-// What NCCL has begun there goes no further, and the communicator is in that state.
-void stay_if_unsettled(Comm& comm) {
-  while (comm.device == unsettled) {
-    if (unsettled_as != hvd::kNcclInProgress) comm.state = unsettled_as.load();
-    if (comm.wire->aborted) throw fake_cuda::Aborted();
+// What NCCL has begun there goes no further, or fails: then its result.
+int unsettled_result(const Comm& comm) {
+  while (comm.device == unsettled && unsettled_as == hvd::kNcclInProgress)
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
+  return comm.device == unsettled ? unsettled_as.load() : hvd::kNcclSuccess;
 }
 
-void launch(Group group) {
+// NCCL takes its time, as when it connects ranks.
+int launch(Group group) {
   ++launches;
+  fake_cuda::Random random(1000 + launches % 3000);
+  std::this_thread::sleep_for(std::chrono::microseconds(200 + random.below(1000)));
+  if (const int result = unsettled_result(*group.comm)) return result;
   ++group.comm->running;
-  ++group.comm->enqueuing;
   group.seen = fake_cuda::host();
-  std::thread([group = std::move(group), number = launches.load()]() mutable {
-    fake_cuda::Random random(1000 + number % 3000);
-    std::this_thread::sleep_for(std::chrono::microseconds(200 + random.below(1000)));
-    try {
-      stay_if_unsettled(*group.comm);
-      enqueue(std::move(group));
-    } catch (const fake_cuda::Aborted&) {
-      --group.comm->enqueuing;
-      --group.comm->running;
-    }
-  }).detach();
+  enqueue(std::move(group));
+  return hvd::kNcclSuccess;
 }
 
 }  // namespace
@@ -192,14 +182,8 @@ std::vector<std::weak_ptr<Comm>>& communicators() {
 }
 
 int add(ncclComm* comm, CUstream_st* stream, Op op) {
-  const int state = comm->own->state;
-  if (state == hvd::kNcclInProgress || comm->own->enqueuing > 0)
-    violation("NCCL is called before it has settled");
-  if (state != hvd::kNcclSuccess) return state;
-  if (depth == 0) {
-    launch({comm->own, stream, {op}, {}});
-    return hvd::kNcclInProgress;
-  }
+  if (const int state = comm->own->state) return state;
+  if (depth == 0) return launch({comm->own, stream, {op}, {}});
   for (Group& group : groups) {
     if (group.comm == comm->own && group.stream == stream) {
       group.ops.push_back(op);
@@ -259,7 +243,7 @@ EXPORT int ncclGetUniqueId(NcclId* id) {
 EXPORT int ncclCommInitRankConfig(ncclComm** out, int size, NcclId id, int rank,
                                   NcclConfig* config) {
   RETURN_IF_FAULTY;
-  if (config->magic != 0xcafebeef || config->blocking != 0 || config->size != sizeof *config)
+  if (config->magic != 0xcafebeef || config->blocking != 1 || config->size != sizeof *config)
     violation("a wrong configuration of a communicator");
   const auto comm = std::make_shared<Comm>();
   comm->name = id.bytes;
@@ -267,43 +251,38 @@ EXPORT int ncclCommInitRankConfig(ncclComm** out, int size, NcclId id, int rank,
   comm->rank = rank;
   comm->size = size;
   cudaGetDevice(&comm->device);
-  *out = new ncclComm{comm};
-  std::lock_guard<std::recursive_mutex> lock(fake_cuda::mutex());
-  for (const auto& other : communicators()) {
-    const auto alive = other.lock();
-    if (alive && alive->device == comm->device && alive->state == hvd::kNcclInProgress)
-      violation("two communicators of a device are created at once");
-  }
-  communicators().push_back(comm);
-  launched_on(comm->device).groups[comm->name];  // so that the others' can be compared
-  ++fake_cuda::living()["communicator"];
-  std::thread([comm] {
-    try {
-      stay_if_unsettled(*comm);
-      comm->wire->barrier();
-      std::this_thread::sleep_for(std::chrono::milliseconds(2));
-      comm->wire->remove_name();
-      comm->state = hvd::kNcclSuccess;
-    } catch (const fake_cuda::Aborted&) {
+  {
+    std::lock_guard<std::recursive_mutex> lock(fake_cuda::mutex());
+    for (const auto& other : communicators()) {
+      const auto alive = other.lock();
+      if (alive && alive->device == comm->device && alive->state == hvd::kNcclInProgress)
+        violation("two communicators of a device are created at once");
     }
-  }).detach();
-  return hvd::kNcclInProgress;
+    communicators().push_back(comm);
+    launched_on(comm->device).groups[comm->name];  // so that the others' can be compared
+  }
+  if (const int result = unsettled_result(*comm)) return result;
+  comm->wire->barrier();
+  std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  comm->wire->remove_name();
+  std::lock_guard<std::recursive_mutex> lock(fake_cuda::mutex());
+  if (comm->state == hvd::kNcclInProgress) comm->state = hvd::kNcclSuccess;
+  ++fake_cuda::living()["communicator"];
+  *out = new ncclComm{comm};
+  return hvd::kNcclSuccess;
 }
 
 EXPORT int ncclCommGetAsyncError(ncclComm* comm, int* state) {
   RETURN_IF_FAULTY;
   *state = comm->own->state;
-  bool busy = comm->own->enqueuing > 0;
-  if (comm->own->finalizing > 0) busy = comm->own->running > 0 || --comm->own->finalizing > 0;
-  if (*state == hvd::kNcclSuccess && busy) *state = hvd::kNcclInProgress;
   return 0;
 }
 
 EXPORT int ncclCommFinalize(ncclComm* comm) {
   RETURN_IF_FAULTY;
-  comm->own->finalizing = 3;
+  while (comm->own->running > 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
   comm->own->finalized = true;
-  return hvd::kNcclInProgress;
+  return 0;
 }
 
 EXPORT int ncclCommDestroy(ncclComm* comm) {
@@ -311,8 +290,6 @@ EXPORT int ncclCommDestroy(ncclComm* comm) {
   if (depth > 0 || !groups.empty()) violation("a group was left open");
   if (!comm->own->finalized || comm->own->running > 0)
     violation("a communicator is destroyed that is in use");
-  if (comm->own->finalizing > 0)
-    violation("a communicator is destroyed before ncclCommFinalize has come to its end");
   delete comm;
   std::lock_guard<std::recursive_mutex> lock(fake_cuda::mutex());
   --fake_cuda::living()["communicator"];
@@ -322,8 +299,7 @@ EXPORT int ncclCommDestroy(ncclComm* comm) {
 EXPORT int ncclCommAbort(ncclComm* comm) {
   RETURN_IF_FAULTY;
   comm->own->wire->aborted = true;
-  while (comm->own->running > 0 || comm->own->enqueuing > 0)
-    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  while (comm->own->running > 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
   delete comm;
   std::lock_guard<std::recursive_mutex> lock(fake_cuda::mutex());
   --fake_cuda::living()["communicator"];
@@ -344,9 +320,10 @@ EXPORT int ncclGroupEnd() {
     groups.clear();
     return error;
   }
-  for (Group& group : groups) launch(std::move(group));
-  groups.clear();
-  return hvd::kNcclInProgress;
+  for (Group& group : std::exchange(groups, {})) {
+    if (const int result = launch(std::move(group))) return result;
+  }
+  return hvd::kNcclSuccess;
 }
 
 EXPORT int ncclRedOpCreatePreMulSum(int* op, void* scalar, int dtype, int residence, ncclComm*) {

@@ -33,10 +33,8 @@ struct Comm {
   std::shared_ptr<Wire> wire;
   int rank, size, device;
   std::atomic<int> state{hvd::kNcclInProgress};
-  std::atomic<int> enqueuing{0};  // groups on their way to a stream
-  std::atomic<int> running{0};    // groups in a stream
+  std::atomic<int> running{0};  // groups in a stream
   std::atomic<bool> finalized{false};
-  std::atomic<int> finalizing{0};  // how often the host has still to ask for the end of that
 };
 
 // How many groups of each communicator of this process, by its name, are in streams before another.
