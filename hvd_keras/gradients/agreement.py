@@ -68,6 +68,11 @@ class ExchangeOptions:
             "postscale_factor": self.gradient_predivide_factor,
         }
 
+    def can_overlap(self) -> bool:
+        """Whether a GPU can compute while it sums: nothing is done to each bucket's sums."""
+        is_plain = self.compression is Compression.none and not self.device_dense
+        return is_plain and bool(tf.config.get_visible_devices("GPU"))
+
     def densified(self, gradients: Sequence[Any]) -> list[Any]:
         if not self.sparse_as_dense:
             return list(gradients)

@@ -264,8 +264,13 @@ class Plan:
         Last variables first, because backpropagation produces their gradients first. A bucket
         waits for the previous one, so that all ranks submit them in the same order, even inside
         branches and loops, where TensorFlow keeps none. The first one waits for ``after``.
+
+        On a GPU only the end of all buckets holds up later work: backpropagation goes on beside
+        them.
         """
         results = list(gradients)
+        overlaps = options.can_overlap()
+        begun: list[int] = []
         previous = list(after)  # what the next bucket waits for
         for bucket in self.buckets(gradients):
             name = f"{self.name} gradients {bucket[-1]}-{bucket[0]}, {self.specs[bucket[0]].path}"
@@ -276,11 +281,17 @@ class Plan:
                     device_sparse=options.device_sparse,
                     process_set=options.process_set,
                     name=name,
+                    waits=not overlaps,
                 )
+            begun += [i for i in bucket if not isinstance(gradients[i], tf.IndexedSlices)]
             for i, gradient in zip(bucket, reduced, strict=True):
                 results[i] = gradient
             last = reduced[-1]
             previous = [last.values if isinstance(last, tf.IndexedSlices) else last]
+        if overlaps and begun:
+            ready = ops.wait_for([results[i] for i in begun], options.process_set)
+            for i, gradient in zip(begun, ready, strict=True):
+                results[i] = gradient
         return results
 
     def buckets(self, gradients: Sequence[Any]) -> list[list[int]]:

@@ -23,6 +23,7 @@ from hvd_keras.ops.allreduce import grouped_allreduce as grouped_allreduce
 from hvd_keras.ops.allreduce import has_reduced as has_reduced
 from hvd_keras.ops.allreduce import is_reducing as is_reducing
 from hvd_keras.ops.allreduce import reduce_tensors as reduce_tensors
+from hvd_keras.ops.allreduce import wait_for as wait_for
 from hvd_keras.ops.movement import allgather as allgather
 from hvd_keras.ops.movement import alltoall as alltoall
 from hvd_keras.ops.movement import broadcast as broadcast

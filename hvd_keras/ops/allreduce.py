@@ -17,6 +17,7 @@ from hvd_keras.runtime.reductions import Adasum, Average, ReduceOp, Sum, chosen
 # The functions that the script reduces tensors in.
 _reducing: weakref.WeakSet[Any] = weakref.WeakSet()
 _own = contextvars.ContextVar("hvd_keras reduces for itself", default=False)
+_waits = contextvars.ContextVar("a GPU's stream waits for the results", default=True)
 
 
 def is_reducing() -> bool:
@@ -166,10 +167,25 @@ def grouped_allreduce(
     return results
 
 
-def reduce_tensors(tensors: Sequence[Any], **options: Any) -> list[Any]:
-    """``grouped_allreduce`` for hvd_keras itself, which ``is_reducing`` does not count."""
-    with agree.within(_own, True):
+def reduce_tensors(tensors: Sequence[Any], waits: bool = True, **options: Any) -> list[Any]:
+    """``grouped_allreduce`` for hvd_keras itself, which ``is_reducing`` does not count.
+
+    Args:
+        waits: False: only ``wait_for`` may use the dense results, which a GPU may not have yet;
+            ``device_dense`` and ``compression`` must have their defaults.
+        tensors, options: as in ``grouped_allreduce``.
+    """
+    with agree.within(_own, True), agree.within(_waits, waits):
         return grouped_allreduce(tensors, **options)
+
+
+def wait_for(tensors: Sequence[Any], process_set: ProcessSet) -> list[Any]:
+    """Give tensors on that ``reduce_tensors(waits=False)`` has returned, all of one process set.
+
+    What else a GPU has been given by then does not wait for them.
+    """
+    with tf.compat.v1.colocate_with(tensors[0]):
+        return list(validate.raw.hvd_wait(tensors, process_set=process_set.id()))
 
 
 def _allreduce_dense(
@@ -187,6 +203,7 @@ def _allreduce_dense(
                 # As text, which keeps all bits; an attribute of an op is a float32.
                 prescale_factor=repr(float(prescale)),
                 postscale_factor=repr(float(postscale)),
+                waits=_waits.get(),
                 **call,
             )
         )

@@ -49,6 +49,11 @@ def _allreduce(op: Any, *upstream: Any) -> list[Any]:
     return [gradient * weight for gradient, weight in zip(total, weights(op), strict=True)]
 
 
+@tf.RegisterGradient("HvdWait")  # type: ignore[untyped-decorator]
+def _wait(op: Any, *upstream: Any) -> list[Any]:
+    return list(upstream)
+
+
 def _sent(op: Any) -> list[tf.Tensor]:
     """Return the inputs as they were sent."""
     wire = tf.as_dtype(op.get_attr("wire_dtype").decode())

@@ -35,6 +35,12 @@ void ProcessSets::submit(Request request) const {
   request.done(status);
 }
 
+Status wait_for_requests(int process_set, void* stream) {
+  ProcessSet set;
+  const Status status = process_sets().find(process_set, &set);
+  return set.engine ? set.engine->wait_in(stream) : status;
+}
+
 Status ProcessSets::find(int id, ProcessSet* set) const {
   std::lock_guard<std::mutex> lock(mutex_);
   if (sets_.empty()) {

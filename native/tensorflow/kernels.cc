@@ -81,6 +81,14 @@ class CollectiveKernel : public AsyncOpKernel {
         return Status();
       };
     }
+    if (!request.waits && request.device != kOnHost) {
+      auto memory = std::make_shared<std::vector<Tensor>>();
+      for (int i = 0; i < n; ++i) {
+        memory->push_back(c->input(i));
+        if (const Tensor* output = c->mutable_output(i)) memory->push_back(*output);
+      }
+      request.memory = std::move(memory);
+    }
     request.keep = [c] {
       for (int i = 0; i < c->num_inputs(); ++i) new Tensor(c->input(i));
       for (int i = 0; i < c->num_outputs(); ++i) {
@@ -104,6 +112,27 @@ class CollectiveKernel : public AsyncOpKernel {
  private:
   const Request call_;  // all but the tensors
 };
+
+class WaitKernel : public OpKernel {
+ public:
+  explicit WaitKernel(OpKernelConstruction* c) : OpKernel(c) {
+    OP_REQUIRES_OK(c, c->GetAttr("process_set", &process_set_));
+  }
+
+  void Compute(OpKernelContext* c) override {
+    Request request;
+    set_device(c, &request);
+    if (request.device != kOnHost)
+      OP_REQUIRES_OK(c, to_absl(wait_for_requests(process_set_, request.stream)));
+    for (int i = 0; i < c->num_inputs(); ++i) c->set_output(i, c->input(i));
+  }
+
+ private:
+  int process_set_ = 0;
+};
+
+REGISTER_KERNEL_BUILDER(Name("HvdWait").Device(tensorflow::DEVICE_CPU), WaitKernel);
+REGISTER_KERNEL_BUILDER(Name("HvdWait").Device(tensorflow::DEVICE_GPU), WaitKernel);
 
 bool register_collectives() {
   for (const Collective& row : collectives()) {

@@ -50,7 +50,18 @@ HVD_OP_OF_TENSORS("HvdAllreduce")
                                             // float32
     .Attr("postscale_factor: string = '1'")
     .Attr("wire_dtype: {'float16', 'bfloat16', 'float64'} = 'float64'")  // the widest that travels
+    .Attr("waits: bool = true")  // or a GPU's stream does so in HvdWait
     .Output("reduced: T")
+    .SetShapeFn(same_shapes);
+
+// Gives tensors on that HvdAllreduce(waits=False) has given. Other work can go to the GPU between
+// the two.
+REGISTER_OP("HvdWait")
+    .Attr("T: list(" HVD_ANY_DTYPE ") >= 1")
+    .Attr("process_set: int = 0")
+    .SetIsStateful()
+    .Input("tensors: T")
+    .Output("ready: T")
     .SetShapeFn(same_shapes);
 
 HVD_OP_OF_TENSORS("HvdAllgather").Output("gathered: T").SetShapeFn(free_first_dimension);

@@ -26,6 +26,7 @@ Request request_of(const tensorflow::NodeDef& node) {
   request.name = attribute("tensor_name").s();
   request.note = attribute("note").s();
   request.process_set = static_cast<int>(attribute("process_set").i());
+  request.waits = node.attr().count("waits") == 0 || attribute("waits").b();
   request.root = static_cast<int>(attribute("root_rank").i());
   using R = Reduction;
   for (const R known : {R::average, R::sum, R::min, R::max, R::product, R::adasum}) {

@@ -1,7 +1,9 @@
 // The custom call that replaces a collective in a program compiled by XLA: its buffers become a
 // Request for the engine. XLA's thread does not wait; it gets a future that `done` completes.
+#include <future>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -41,6 +43,35 @@ std::string to_text(const Shape& shape) {
   return "[" + text + "]";
 }
 
+// Allreduces that do not wait, by the memory of their tensors, from their call to hvd_wait.
+class Begun {
+ public:
+  using Result = std::shared_future<Status>;
+
+  static Begun& instance() {
+    static auto* begun = new Begun;
+    return *begun;
+  }
+
+  void add(void* tensor, const Result& result) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    of_tensors_[tensor] = result;
+  }
+
+  Result take(void* tensor) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = of_tensors_.find(tensor);
+    if (found == of_tensors_.end()) return {};
+    Result result = std::move(found->second);
+    of_tensors_.erase(found);
+    return result;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<void*, Result> of_tensors_;
+};
+
 // A result that XLA has allocated already.
 struct Result {
   Shape shape;
@@ -64,6 +95,19 @@ ffi::Future submitted(const ffi::Dictionary& dictionary, int device, void* strea
   for (size_t i = 0; i + 1 < returns.size(); ++i) {
     ffi::Result<ffi::AnyBuffer> output = *returns.get<ffi::AnyBuffer>(i);
     results.push_back({to_shape(output->dimensions()), output->untyped_data()});
+  }
+  if (!request.waits && device != kOnHost) {
+    auto result = std::make_shared<std::promise<Status>>();
+    const Begun::Result future = result->get_future().share();
+    for (size_t i = 0; i < results.size(); ++i) {
+      request.outputs.push_back(results[i].data);
+      if (request.inputs[i].bytes() > 0) Begun::instance().add(results[i].data, future);
+    }
+    request.done = [result](const Status& status) { result->set_value(status); };
+    submit(std::move(request));
+    ffi::Promise begun;
+    begun.SetAvailable();
+    return ffi::Future(begun);
   }
   ffi::Promise promise;
   ffi::Future future(promise);
@@ -112,10 +156,33 @@ ffi::Future collective_on_host(ffi::RemainingArgs arguments, ffi::RemainingRets 
 }
 
 // On a GPU what is done is that XLA's stream waits for the result, as with TensorFlow's kernels.
-// Here XLA's thread does wait for the future, that is, for the other ranks, but not for the GPU.
+// Here XLA's thread does wait for the future, that is, for the other ranks, but not for the GPU;
+// for that of an allreduce that does not wait, it does so in hvd_wait.
 ffi::Future collective_on_gpu(void* stream, int32_t device, ffi::RemainingArgs arguments,
                               ffi::RemainingRets returns, ffi::Dictionary dictionary) {
   return submitted(dictionary, device, stream, arguments, returns);
+}
+
+// XLA's thread waits for the other ranks here, and XLA's stream for the results. Whatever fails, it
+// waits for all: afterwards XLA uses the memory again.
+ffi::Error wait_on_gpu(void* stream, ffi::RemainingArgs arguments, ffi::RemainingRets,
+                       ffi::Dictionary dictionary) {
+  Status first;
+  const auto note = [&first](const Status& status) {
+    if (first.ok()) first = status;
+  };
+  for (size_t i = 0; i + 1 < arguments.size(); ++i) {
+    const ffi::AnyBuffer tensor = *arguments.get<ffi::AnyBuffer>(i);
+    if (tensor.element_count() == 0) continue;
+    const Begun::Result result = Begun::instance().take(tensor.untyped_data());
+    note(result.valid() ? result.get()
+                        : Status::error(Code::internal,
+                                        "XLA has copied a tensor between an allreduce and the wait "
+                                        "for it. Compile without XLA (jit_compile=False), and "
+                                        "report this."));
+  }
+  note(wait_for_requests(static_cast<int>(*dictionary.get<int64_t>("process_set")), stream));
+  return to_error(first);
 }
 
 ffi::Error rank_info(ffi::Result<ffi::BufferR0<ffi::S32>> value, ffi::Dictionary dictionary) {
@@ -137,6 +204,12 @@ XLA_FFI_DEFINE_HANDLER(kCollectiveOnGpu, collective_on_gpu,
                            .Attrs());
 XLA_FFI_REGISTER_HANDLER(ffi::GetXlaFfiApi(), "hvd_collective", "CUDA", kCollectiveOnGpu);
 XLA_FFI_REGISTER_HANDLER(ffi::GetXlaFfiApi(), "hvd_collective", "ROCM", kCollectiveOnGpu);
+
+XLA_FFI_DEFINE_HANDLER(
+    kWaitOnGpu, wait_on_gpu,
+    ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>().RemainingArgs().RemainingRets().Attrs());
+XLA_FFI_REGISTER_HANDLER(ffi::GetXlaFfiApi(), "hvd_wait", "CUDA", kWaitOnGpu);
+XLA_FFI_REGISTER_HANDLER(ffi::GetXlaFfiApi(), "hvd_wait", "ROCM", kWaitOnGpu);
 
 XLA_FFI_DEFINE_HANDLER(kRankInfo, rank_info,
                        ffi::Ffi::Bind().Ret<ffi::BufferR0<ffi::S32>>().Attrs());

@@ -3,6 +3,9 @@
 //
 // XLA orders nothing but by data, and custom calls without data in common run at the same time. So
 // every call takes a scalar from the previous call and passes it to the next: the chain.
+//
+// On a GPU the call of an allreduce that does not wait goes as early as it can, and the one that
+// waits for it as late: computation that lies between them is not held up.
 #include <algorithm>
 #include <functional>
 #include <string>
@@ -42,10 +45,49 @@ struct Chain : public tensorflow::ResourceBase {
   xla::XlaOp end;
 };
 
+// Adds a call to the program, and to the chain. It has as many results as `results`, and one for
+// the chain. Where `in_place`, a result has the memory of its operand, where nothing else needs
+// that; otherwise XLA copies the operand first.
+absl::Status add_call(XlaOpKernelContext* c, const std::string& target,
+                      const std::string& dictionary, std::vector<xla::XlaOp> operands,
+                      std::vector<xla::Shape> shapes, std::vector<xla::Shape> results,
+                      bool in_place, xla::CustomCallSchedule schedule) {
+  Chain* chain = nullptr;
+  tensorflow::OpKernelContext* context = c->op_kernel_context();
+  TF_RETURN_IF_ERROR(context->step_container()->LookupOrCreate<Chain>(
+      context->resource_manager(), "hvd_chain", &chain, [](Chain** made) {
+        *made = new Chain;
+        return absl::OkStatus();
+      }));
+  const tensorflow::core::ScopedUnref release(chain);
+  const xla::Shape scalar = xla::ShapeUtil::MakeShapeWithDescendingLayout(xla::F32, {});
+  operands.push_back(chain->end.valid() ? chain->end : xla::ConstantR0<float>(c->builder(), 0));
+  shapes.push_back(scalar);
+  results.push_back(scalar);
+  const int64_t count = results.size() - 1;
+  std::vector<std::pair<xla::ShapeIndex, std::pair<int64_t, xla::ShapeIndex>>> shared;
+  for (int64_t i = 0; in_place && i < count; ++i) shared.push_back({{i}, {i, {}}});
+  shared.push_back({{count}, {static_cast<int64_t>(operands.size()) - 1, {}}});
+  // Without "side effect" XLA would drop the last calls if nothing uses their results.
+  const xla::XlaOp call = xla::CustomCallWithLayout(
+      c->builder(), target, operands, xla::ShapeUtil::MakeTupleShape(results), shapes,
+      "{" + dictionary + "}", /*has_side_effect=*/true, shared, /*literal=*/nullptr, schedule,
+      xla::CustomCallApiVersion::API_VERSION_TYPED_FFI);
+  for (int64_t i = 0; i < count; ++i) {
+    c->SetOutput(static_cast<int>(i), xla::GetTupleElement(call, i));
+  }
+  chain->end = xla::GetTupleElement(call, count);
+  return absl::OkStatus();
+}
+
+bool is_of_gpu(const OpKernelConstruction* c) {
+  return c->device_type() == tensorflow::DEVICE_GPU_XLA_JIT;
+}
+
 class CollectiveXlaKernel : public XlaOpKernel {
  public:
   explicit CollectiveXlaKernel(OpKernelConstruction* c)
-      : XlaOpKernel(c), call_(request_of(c->def())) {}
+      : XlaOpKernel(c), call_(request_of(c->def())), on_gpu_(is_of_gpu(c)) {}
 
   void Compile(XlaOpKernelContext* c) override {
     // The first two for those who read XLA's program.
@@ -70,34 +112,12 @@ class CollectiveXlaKernel : public XlaOpKernel {
     }
     OP_REQUIRES_OK(c, set_results(shapes, &results));
 
-    Chain* chain = nullptr;
-    tensorflow::OpKernelContext* context = c->op_kernel_context();
-    OP_REQUIRES_OK(c, context->step_container()->LookupOrCreate<Chain>(
-                          context->resource_manager(), "hvd_chain", &chain, [](Chain** made) {
-                            *made = new Chain;
-                            return absl::OkStatus();
-                          }));
-    const tensorflow::core::ScopedUnref release(chain);
-    const xla::Shape scalar = xla::ShapeUtil::MakeShapeWithDescendingLayout(xla::F32, {});
-    operands.push_back(chain->end.valid() ? chain->end : xla::ConstantR0<float>(c->builder(), 0));
-    shapes.push_back(scalar);
-    results.push_back(scalar);
-
-    // Where nothing else needs an input, its memory becomes the output's.
-    std::vector<std::pair<xla::ShapeIndex, std::pair<int64_t, xla::ShapeIndex>>> shared;
-    if (collective(call_.kind).keeps_shape) {
-      for (int64_t i = 0; i < count; ++i) shared.push_back({{i}, {i, {}}});
-    }
-    shared.push_back({{static_cast<int64_t>(results.size()) - 1},
-                      {static_cast<int64_t>(operands.size()) - 1, {}}});
-
-    // Without "side effect" XLA would drop the last calls if nothing uses their results.
-    const xla::XlaOp call = xla::CustomCallWithLayout(
-        c->builder(), "hvd_collective", operands, xla::ShapeUtil::MakeTupleShape(results), shapes,
-        "{" + dictionary + "}", /*has_side_effect=*/true, shared, /*literal=*/nullptr,
-        xla::CustomCallSchedule::SCHEDULE_NONE, xla::CustomCallApiVersion::API_VERSION_TYPED_FFI);
-    for (int i = 0; i < count; ++i) c->SetOutput(i, xla::GetTupleElement(call, i));
-    chain->end = xla::GetTupleElement(call, count);
+    const bool early = on_gpu_ && !call_.waits;
+    OP_REQUIRES_OK(c,
+                   add_call(c, "hvd_collective", dictionary, std::move(operands), std::move(shapes),
+                            std::move(results), collective(call_.kind).keeps_shape,
+                            early ? xla::CustomCallSchedule::SCHEDULE_EARLIEST
+                                  : xla::CustomCallSchedule::SCHEDULE_NONE));
     // The ranks' splits are equal, or the call fails.
     if (call_.kind == Kind::alltoall) c->SetOutput(1, c->Input(1));
   }
@@ -145,12 +165,40 @@ class CollectiveXlaKernel : public XlaOpKernel {
   }
 
   const Request call_;  // all but the tensors
+  const bool on_gpu_;
+};
+
+class WaitXlaKernel : public XlaOpKernel {
+ public:
+  explicit WaitXlaKernel(OpKernelConstruction* c) : XlaOpKernel(c), on_gpu_(is_of_gpu(c)) {
+    OP_REQUIRES_OK(c, c->GetAttr("process_set", &process_set_));
+  }
+
+  void Compile(XlaOpKernelContext* c) override {
+    std::vector<xla::XlaOp> operands;
+    std::vector<xla::Shape> shapes;
+    for (int i = 0; i < c->num_inputs(); ++i) {
+      const auto shape = c->InputXlaShape(i);
+      OP_REQUIRES_OK(c, shape.status());
+      operands.push_back(c->Input(i));
+      shapes.push_back(xla::ShapeUtil::MakeShapeWithDescendingLayout(shape->element_type(),
+                                                                     shape->dimensions()));
+      if (!on_gpu_) c->SetOutput(i, operands.back());  // the collective has waited
+    }
+    if (!on_gpu_) return;
+    const std::string dictionary = "process_set = " + std::to_string(process_set_) + " : i64";
+    OP_REQUIRES_OK(c, add_call(c, "hvd_wait", dictionary, std::move(operands), shapes, shapes,
+                               /*in_place=*/true, xla::CustomCallSchedule::SCHEDULE_LATEST));
+  }
+
+ private:
+  const bool on_gpu_;
+  int process_set_ = 0;
 };
 
 class RankInfoXlaKernel : public XlaOpKernel {
  public:
-  explicit RankInfoXlaKernel(OpKernelConstruction* c)
-      : XlaOpKernel(c), on_gpu_(c->device_type() == tensorflow::DEVICE_GPU_XLA_JIT) {
+  explicit RankInfoXlaKernel(OpKernelConstruction* c) : XlaOpKernel(c), on_gpu_(is_of_gpu(c)) {
     OP_REQUIRES_OK(c, c->GetAttr("what", &what_));
     OP_REQUIRES_OK(c, c->GetAttr("process_set", &process_set_));
   }
@@ -191,6 +239,7 @@ bool register_all() {
     for (const Collective& row : collectives()) {
       if (row.xla) register_kernel<CollectiveXlaKernel>(op_of(row), device);
     }
+    register_kernel<WaitXlaKernel>("HvdWait", device);
     register_kernel<RankInfoXlaKernel>("HvdRankInfo", device);
   }
   return true;

@@ -64,10 +64,13 @@ Request on_gpu(Request request) {
   return request;
 }
 
-Cost through_engine(Engine& engine, const void* in, void* out, int64_t bytes) {
+Cost through_engine(Engine& engine, const void* in, void* out, int64_t bytes, bool of_gpu = true) {
   return cost_of([&] {
     std::deque<std::promise<Status>> promises(kCalls);
-    for (auto& promise : promises) engine.submit(on_gpu(allreduce_of(in, out, bytes, promise)));
+    for (auto& promise : promises) {
+      Request request = allreduce_of(in, out, bytes, promise);
+      engine.submit(of_gpu ? on_gpu(std::move(request)) : std::move(request));
+    }
     for (auto& promise : promises) CHECK_EQ(promise.get_future().get().message, "");
   });
 }
@@ -200,12 +203,12 @@ void staging() {
   const OnDevice here(test::device->cuda(), test::device->number());
   const auto engine = test::new_engine(through_host());
   say("Through the host's memory, %d ranks, GB/s of a rank\n", size);
-  say("%12s %12s %12s %12s %16s\n", "bytes", "to the GPU", "from it", "allreduce",
-      "of the two copies");
+  say("%12s %12s %12s %12s %12s %12s\n", "bytes", "to the GPU", "from it", "allreduce", "on host",
+      "of the host");
   for (const int64_t bytes : {64LL << 10, 1LL << 20, 16LL << 20, 64LL << 20}) {
     if (test::device->is_fake() && bytes > kLargestOfTheFake) break;
     const Memory in = test::device->allocate(bytes), out = test::device->allocate(bytes);
-    const Memory locked = test::device->pinned(bytes);
+    const Memory locked = test::device->pinned(bytes), sums = test::device->pinned(bytes);
     test::device->fill(in.get(), 0, bytes);
     const auto copies = [&](void* to, const void* from) {
       return cost_of([=] {
@@ -215,9 +218,12 @@ void staging() {
     const double to = copies(in.get(), locked.get()).seconds;
     const double from = copies(locked.get(), out.get()).seconds;
     const double all = through_engine(*engine, in.get(), out.get(), bytes).seconds;
+    const double on_host =
+        through_engine(*engine, locked.get(), sums.get(), bytes, /*of_gpu=*/false).seconds;
     const double gigabytes = static_cast<double>(bytes) / 1e9;
-    say("%12lld %12.2f %12.2f %12.2f %15.0f%%\n", static_cast<long long>(bytes), gigabytes / to,
-        gigabytes / from, gigabytes / all, 100 * (to + from) / all);
+    say("%12lld %12.2f %12.2f %12.2f %12.2f %11.0f%%\n", static_cast<long long>(bytes),
+        gigabytes / to, gigabytes / from, gigabytes / all, gigabytes / on_host,
+        100 * on_host / all);
   }
   CHECK_EQ(test::leave(*engine, "", -1), Engine::LeaveResult::all_left);
 }
@@ -287,11 +293,30 @@ void overlap() {
   MPI_Allreduce(MPI_IN_PLACE, &wanted, 1, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD);
   turns = static_cast<uint32_t>(std::clamp(wanted, 1e4, 4e9));
   const double alone = cost_of(compute, 1).seconds;
+  const auto hidden = [&](double both) {
+    return 100 * (allreduce + alone - both) / std::min(allreduce, alone);
+  };
   const double both = collective(compute);
-  const double hidden = (allreduce + alone - both) / std::min(allreduce, alone);
   say("Overlap: allreduce of %lld bytes %.2f ms, a kernel %.2f ms, both %.2f ms: %.0f %% of the "
       "shorter is hidden\n",
-      static_cast<long long>(bytes), allreduce * 1e3, alone * 1e3, both * 1e3, 100 * hidden);
+      static_cast<long long>(bytes), allreduce * 1e3, alone * 1e3, both * 1e3, hidden(both));
+  for (const bool waits : {true, false}) {
+    const double after = cost_of(
+                             [&] {
+                               std::promise<Status> promise;
+                               Request request =
+                                   on_gpu(allreduce_of(in.get(), out.get(), bytes, promise));
+                               request.waits = waits;
+                               engine->submit(std::move(request));
+                               CHECK_EQ(promise.get_future().get().message, "");
+                               compute();
+                               CHECK_EQ(engine->wait_in(test::device->stream()).message, "");
+                             },
+                             1)
+                             .seconds;
+    say("A kernel that comes once it is enqueued, where its stream %s: both %.2f ms, %.0f %%\n",
+        waits ? "waits at once" : "waits later", after * 1e3, hidden(after));
+  }
   CHECK_EQ(test::leave(*engine, "", -1), Engine::LeaveResult::all_left);
 }
 

@@ -16,6 +16,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
+from hvd_keras.ops.validate import raw
 from tests.harness import inputs
 
 hvd.init()
@@ -103,16 +104,47 @@ def no_host_waits_for_the_gpu() -> None:
             program.expect(a, SIZE * a, c, d, c, SIZE * c[mine], g, h)
 
 
+def begun(x, name: str):
+    (result,) = raw.hvd_allreduce([x], tensor_name=name, waits=False)
+    return result
+
+
+def what_does_not_wait_is_awaited() -> None:
+    """Some begun allreduces, with others between, then the wait for them: an error comes there."""
+
+    def function(x, y):
+        a, b = begun(x, "a"), begun(y, "b")
+        c = hvd.allreduce(x, name="c", op=hvd.Sum)
+        a, b = raw.hvd_wait([a, b])
+        (d,) = raw.hvd_wait([begun(a, "d")])
+        return [a, b, c, d]
+
+    x, y = (inputs.of_all_ranks(SIZE, shape) for shape in ((100_000,), (3, 2)))
+    with Program(function, x[RANK], y[RANK]) as program:
+        for _ in range(3):
+            with program.held():
+                program.start(x[RANK], y[RANK])
+            total = x.sum(0)
+            program.expect(total, y.sum(0), total, SIZE * total)
+    mine = np.ones((RANK + 1, 3), "float32")
+    with (
+        Program(lambda x: raw.hvd_wait([begun(x, "e")])[0], mine) as program,
+        pytest.raises(RuntimeError, match=r"rank 0: op=Sum float32\[1,3\], on a GPU"),
+    ):
+        program.start(mine)
+
+
 def results_lie_where_the_inputs_lay() -> None:
     def function(x):
         for i in range(4):
             x = hvd.allreduce(x, name=f"in place {i}", op=hvd.Sum)
+            (x,) = raw.hvd_wait([begun(x, f"begun {i}")])
         return x
 
     x = inputs.of_all_ranks(SIZE, (100_000,))
     with Program(function, x[RANK]) as program:
         program.start(x[RANK])
-        program.expect(SIZE**3 * x.sum(0))
+        program.expect(SIZE**7 * x.sum(0))
         used = LIBRARY.hvd_xla_bytes(program.pointer) / x[RANK].nbytes
         assert 2 <= used < 2.01, "not only the argument and the result"
 
@@ -163,6 +195,7 @@ if SIZE == 1:
 check(LIBRARY.hvd_xla_open(os.environ["HVD_CUDART_LIBRARY"].encode()))
 for test in (
     no_host_waits_for_the_gpu,
+    what_does_not_wait_is_awaited,
     results_lie_where_the_inputs_lay,
     ranks_that_differ_are_refused,
     two_programs_at_once,

@@ -80,6 +80,12 @@ void Engine::submit(Request request) {
   finish(late, status);
 }
 
+Status Engine::wait_in(void* stream) {
+  const Counted this_thread(submitting_);
+  const std::string wrong = closed_ ? "the engine has ended." : transport_->wait_in(stream);
+  return wrong.empty() ? Status() : Status::error(Code::internal, wrong);
+}
+
 // On a thread that submits. What is not done at once is left to the engine's thread.
 void Engine::serve_at_once(const Entry& head) {
   std::optional<Entry> entry;

@@ -56,6 +56,9 @@ class Engine {
   // middle of a small request. A request that cannot run is done() with its error, on all ranks.
   void submit(Request request);
 
+  // See Transport::wait_in. Thread-safe.
+  Status wait_in(void* stream);
+
   // Says that this rank submits nothing more.
   void announce_leaving(const std::string& reason);
 

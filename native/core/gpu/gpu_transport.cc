@@ -69,6 +69,7 @@ GpuTransport::~GpuTransport() {
   }
   // The GPU still uses it all, and to abort the communicator would release the stream.
   new std::deque<Work>(std::move(works_));
+  new auto(std::move(awaited_));
   communicator_.release();
   gpu_.release();
 }
@@ -164,6 +165,19 @@ Status GpuTransport::run(Request& request, const Waiting& waiting) {
   });
 }
 
+std::string GpuTransport::wait_in(void* stream) {
+  std::vector<std::shared_ptr<void>> memory;  // freed at the end: what uses it next waits, too
+  std::lock_guard<std::mutex> lock(mutex_);
+  memory.swap(awaited_);
+  if (!last_done_) return "";
+  try {
+    gpu_->wait(static_cast<CudaStream>(stream), last_done_);
+  } catch (const GpuError& error) {
+    return error.what();
+  }
+  return "";
+}
+
 bool GpuTransport::busy() {
   if (works_.empty()) return false;
   if (const std::string why = failure(); !why.empty()) fail(why);
@@ -228,7 +242,12 @@ Status GpuTransport::run_on_gpu(Request& request, const Waiting& waiting) {
   // Even after a failure, enqueued work may still read the inputs.
   const Event done = gpu->record(gpu->stream());
   if (nccl) order.set_last(last_launch_ = done);
-  if (!joined) gpu->wait(framework, done);
+  if (!joined && request.waits) gpu->wait(framework, done);
+  if (!joined && !request.waits) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    last_done_ = done;
+    awaited_.push_back(std::move(request.memory));
+  }
   works_.push_back({done, identity(request), Clock::now(), std::move(held)});
   if (nccl) groups_in_works_ = communicator_->groups();
   return status;

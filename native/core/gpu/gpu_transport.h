@@ -47,6 +47,7 @@ class GpuTransport : public Transport {
   std::string reduce(const std::string& mine, const Combine& combine,
                      const Waiting& waiting) override;
   Status run(Request& request, const Waiting& waiting) override;
+  std::string wait_in(void* stream) override;
   void abort(const std::string& why) override { fail(why); }
   void check_aborted() override { host_->check_aborted(); }
   bool busy() override;
@@ -81,8 +82,10 @@ class GpuTransport : public Transport {
   const AbortProcess abort_process_;
   const int process_set_;
 
-  std::mutex mutex_;  // guards the creation of gpu_
+  std::mutex mutex_;  // guards the creation of gpu_, and the other two
   std::unique_ptr<Gpu> gpu_;
+  Event last_done_;                             // after the last request that does not wait
+  std::vector<std::shared_ptr<void>> awaited_;  // the memory of those since the last wait
 
   // Used by one thread at a time, as all methods but prepare().
   bool in_turns_ = false;  // whether any rank of the set has several sets; since the last agreement

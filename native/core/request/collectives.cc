@@ -39,7 +39,7 @@ std::string wrong_splits(const Input& tensor, const Input& splits, size_t size) 
 template <typename Bytes, typename R>
 void fields(Bytes& bytes, R& request) {
   bytes(request.kind, request.process_set, request.name, request.note, request.reduction,
-        request.prescale, request.postscale, request.wire, request.root);
+        request.prescale, request.postscale, request.wire, request.root, request.waits);
 }
 
 // A shape with -1 for a dimension that may differ by rank.

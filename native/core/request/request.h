@@ -73,6 +73,11 @@ struct Request {
   void* stream = nullptr;
   std::shared_ptr<void> ready;
 
+  // Whether work that the stream gets after done() waits for the outputs. Otherwise that which it
+  // gets after wait_for_requests() (kernel_api.h) does, and `memory` lives until then, at least.
+  bool waits = true;
+  std::shared_ptr<void> memory;
+
   Reduction reduction = Reduction::sum;  // of those that reduce
   double prescale = 1.0;                 // factor on every rank's input
   double postscale = 1.0;                // factor on the result

@@ -163,6 +163,10 @@ class Transport {
   // with this one, and ends with it.
   virtual Transport* mpi() { return nullptr; }
 
+  // Lets later work of a GPU's stream wait for the outputs of all requests that are done. From any
+  // thread. Returns why it cannot, or "".
+  virtual std::string wait_in(void* /*stream*/) { return ""; }
+
   // Aborts this transport on all ranks, whatever they are doing. Throws Aborted.
   virtual void abort(const std::string& why) = 0;
 

@@ -213,6 +213,57 @@ void a_copy_that_fails_between_parts_ends_all() {
   });
 }
 
+std::atomic<bool> stream_is_free{false};
+
+// Rank 1's GPU comes only after rank 0's has done something else.
+void a_stream_goes_on_beside_what_does_not_wait() {
+  test::on_gpu_ranks(1, {}, [](GpuRank& rank) {
+    using Launch = int(CudaStream, void (*)(void*), void*);
+    Launch* launch = nullptr;
+    rank.device.bind("cudaLaunchHostFunc", &launch);
+    if (rank.rank == 1) {
+      launch(
+          rank.device.stream(),
+          [](void*) {
+            for (int i = 0; i < 10'000 && !stream_is_free; ++i)
+              std::this_thread::sleep_for(std::chrono::milliseconds(1));
+            CHECK(stream_is_free);
+          },
+          nullptr);
+    }
+    std::deque<GpuCall> calls;
+    std::vector<std::weak_ptr<void>> memory;
+    for (const char* name : {"one", "another"}) {
+      GpuCall& call = calls.emplace_back(rank.device, Kind::allreduce, name, rank.rank, 4);
+      call.begin();
+      call.request.waits = false;
+      call.request.memory = std::make_shared<int>();
+      memory.push_back(call.request.memory);
+      call.submit(*rank.sets[0]);
+      call.request.memory = nullptr;
+    }
+    for (GpuCall& call : calls) {
+      Status status;
+      CHECK(call.wait(&status));
+      CHECK_EQ(status.message, "");
+    }
+    if (rank.rank == 0) {
+      const Memory other = rank.device.allocate(64);
+      rank.device.fill(other.get(), 1, 64);
+      rank.device.synchronize();
+      stream_is_free = true;
+    }
+    for (const auto& held : memory) CHECK(!held.expired());
+    CHECK_EQ(rank.sets[0]->wait_in(rank.device.stream()).message, "");
+    for (GpuCall& call : calls) call.fetch();
+    rank.device.synchronize();
+    for (const GpuCall& call : calls) call.expect_values();
+    for (const auto& held : memory) CHECK(held.expired());
+    calls.clear();
+    leave(rank);
+  });
+}
+
 constexpr double kPatience = 30;  // seconds: nobody gives up at once
 
 // Whether one of some is served at once: the engine's thread may still be at what was before.
@@ -298,6 +349,7 @@ int main() {
       {"what goes through the host goes in parts", what_goes_through_the_host_goes_in_parts},
       {"only what has an element for each has parts", only_what_has_an_element_for_each_has_parts},
       {"a copy that fails between parts ends all", a_copy_that_fails_between_parts_ends_all},
+      {"a stream goes on beside what does not wait", a_stream_goes_on_beside_what_does_not_wait},
       {"small tensors of the host are served at once",
        small_tensors_of_the_host_are_served_at_once},
       {"who is served at once hears of a GPU that stops",
