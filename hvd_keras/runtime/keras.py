@@ -29,6 +29,8 @@ unconverted: Any = lambda function: function  # noqa: E731
 snapshot: Any = np.array
 #: Lets an optimizer change variables so that a snapshot costs no copy.
 replace_values: Any = lambda optimizer: None  # noqa: E731
+#: Whether this process computes on a GPU with kernels whose sums have no fixed order.
+has_gpu: Callable[[], bool] = lambda: False  # noqa: E731
 #: Writes summaries for TensorBoard, if there is a framework for it.
 summary: Any = None
 if settings.keras_backend() == "torch":
@@ -67,6 +69,9 @@ else:
     unconverted = tf.autograph.experimental.do_not_convert
     flatten, pack = tf.nest.flatten, tf.nest.pack_sequence_as
     summary = tf.summary
+
+    def has_gpu() -> bool:  # noqa: D103
+        return bool(tf.config.get_visible_devices("GPU"))
 
     def values_of(variable: Any, rows: slice | None = None) -> Any:  # noqa: D103
         values = tf.convert_to_tensor(variable)

@@ -7,11 +7,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from hvd_keras.gradients import specs
 from hvd_keras.runtime import agree
-from hvd_keras.runtime.keras import flatten, values_of
+from hvd_keras.runtime.keras import flatten, has_gpu, values_of
 from hvd_keras.runtime.process_sets import ProcessSet
 
 # A check of a part of the values reads at most _BYTES and _MOST_PIECES variables, takes _SHARE of
@@ -20,6 +21,10 @@ _BYTES = 1 << 18
 _MOST_PIECES = 64
 _SHARE = 0.004
 _STEPS = 50
+
+# On GPUs, of the largest value of a variable: how many units in the last place values may differ by
+# and still be those of one model. After 1,000 steps it was 3.
+_UNITS = 100
 
 _ROWS = 64  # of which the rows of all ranks are compared
 
@@ -77,7 +82,7 @@ class Values:
         self.reported = False
 
     def different(self, name: str) -> tuple[str, str] | None:
-        """Compare all values; return None if they are equal.
+        """Compare all values; return None if they are equal, or now are.
 
         Otherwise the first variable that differs, and how many; and the ranks, with their hosts,
         that differ from most others, which are equal; no ranks without such a majority.
@@ -94,6 +99,10 @@ class Values:
             for variable, values in zip(self.variables, zip(*by_rank, strict=True), strict=True)
             if len(set(values)) > 1
         ]
+        if any(agree.gather_json(f"{name}.gpus", has_gpu(), self.process_set)):
+            differing = [v for v in differing if not self._put_together(v, name)]
+            if not differing:
+                return None
         path = getattr(differing[0], "path", differing[0].name)
         more = len(differing) - 1
         hosts = agree.gather_json(f"{name}.hosts", os.uname().nodename, self.process_set)
@@ -104,6 +113,27 @@ class Values:
             if tuple(theirs) != common and 2 * count > len(by_rank)
         ]
         return f"{path}" + (f", and {more} more" if more else ""), ", ".join(odd)
+
+    def _put_together(self, variable: Any, name: str) -> bool:
+        """Give all ranks the first one's values, if theirs differ by what a GPU may round.
+
+        Its kernels add duplicate rows of an embedding in any order, and XLA chooses on each rank
+        the kernel that is the fastest there, among some that round differently.
+        """
+        mine = values_of(variable)
+        if mine.dtype.kind != "f" and mine.dtype != ml_dtypes.bfloat16:
+            return False
+        call = {"process_set": self.process_set.id(), "name": f"{name}.{variable.name}"}
+        # All ranks know both, and decide alike. A NaN is no rounding.
+        (most,) = agree.run("allreduce", [mine], reduction="Max", **call)
+        (least,) = agree.run("allreduce", [mine], reduction="Min", **call)
+        spread = np.abs(most.astype(np.float64) - least.astype(np.float64)).max()
+        largest = np.abs(np.stack([most, least]).astype(np.float64)).max()
+        if not spread <= _UNITS * float(ml_dtypes.finfo(mine.dtype).eps) * largest:
+            return False
+        (first,) = agree.run("broadcast", [mine], root=self.process_set.ranks[0], **call)
+        variable.assign(first)
+        return True
 
     def different_after_step(self) -> tuple[str, str] | None:
         """Compare a part of the values from time to time, called after each step."""
@@ -124,13 +154,12 @@ class Values:
         # So seldom that the dearest comparison takes _SHARE of the time of the shortest steps.
         interval = gathered[:, 1].max() / (_SHARE * max(1e-6, gathered[:, 2].min()))
         self._next = self.steps + max(_STEPS, math.ceil(interval))
+        different = self.different("values") if len(set(gathered[:, 0])) > 1 else None
         self._cost = time.perf_counter() - begin
         self._since = self.steps, time.perf_counter()
-        if len(set(gathered[:, 0])) > 1:
-            return self.different("values")
-        if self._place == len(self._pieces):
+        if different is None and self._place == len(self._pieces):
             self.equal_after, self._place = self._round, 0
-        return None
+        return different
 
     def _part(self) -> int:
         # The scalars (rates, counters) each time, the large ones piece by piece in rounds.

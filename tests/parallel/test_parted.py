@@ -194,6 +194,35 @@ def test_weights_that_part_within_a_long_epoch(told) -> None:
     assert once.last in (49, 239)  # an error ends it after the first check
 
 
+def test_what_a_gpu_rounds_is_put_together(monkeypatch) -> None:
+    """As if rank 1 had a GPU: there kernels that round differently are part of TensorFlow."""
+
+    class Round(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch in (3, 53):  # before the first comparison, and after it
+                kernel = self.model.layers[0].kernel
+                kernel.assign(kernel * (1 + 2e-6 * RANK))
+            if batch == 51:
+                training.assert_bit_identical_on_all_ranks(self.model)
+
+    monkeypatch.setattr(values, "has_gpu", lambda: RANK == 1)
+    model = compiled()
+    x, y = (np.tile(part, (20, 1)) for part in mine())
+    fit(model, Round(), data=(x, y))
+    training.assert_bit_identical_on_all_ranks(model)
+
+
+def test_what_is_more_than_a_gpu_rounds(monkeypatch, told) -> None:
+    class Wrong(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 3:
+                kernel = self.model.layers[0].kernel
+                kernel.assign(kernel * (1 + 1e-4 * RANK))
+
+    monkeypatch.setattr(values, "has_gpu", lambda: True)
+    assert "differ after" in told(lambda: fit(compiled(), Wrong()))
+
+
 def flip(variable, bit: int) -> None:
     """Flips a bit, counted over all elements."""
     value = np.asarray(variable).copy()
