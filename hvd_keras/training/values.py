@@ -129,7 +129,8 @@ class Values:
         (least,) = agree.run("allreduce", [mine], reduction="Min", **call)
         spread = np.abs(most.astype(np.float64) - least.astype(np.float64)).max()
         largest = np.abs(np.stack([most, least]).astype(np.float64)).max()
-        if not spread <= _UNITS * float(ml_dtypes.finfo(mine.dtype).eps) * largest:
+        unit = float(ml_dtypes.finfo(mine.dtype).eps)  # type: ignore[no-untyped-call]
+        if not spread <= _UNITS * unit * largest:
             return False
         (first,) = agree.run("broadcast", [mine], root=self.process_set.ranks[0], **call)
         variable.assign(first)
