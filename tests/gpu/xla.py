@@ -104,19 +104,18 @@ def no_host_waits_for_the_gpu() -> None:
             program.expect(a, SIZE * a, c, d, c, SIZE * c[mine], g, h)
 
 
-def begun(x, name: str):
-    (result,) = raw.hvd_allreduce([x], tensor_name=name, waits=False)
-    return result
+def begun(tensors: list, name: str) -> list:
+    return raw.hvd_allreduce(tensors, tensor_name=name, waits=False)
 
 
 def what_does_not_wait_is_awaited() -> None:
-    """Some begun allreduces, with others between, then the wait for them: an error comes there."""
+    """A begun allreduce, another one, then the wait for the first: an error of it comes there."""
 
     def function(x, y):
-        a, b = begun(x, "a"), begun(y, "b")
-        c = hvd.allreduce(x, name="c", op=hvd.Sum)
-        a, b = raw.hvd_wait([a, b])
-        (d,) = raw.hvd_wait([begun(a, "d")])
+        tensors = begun([x, y], "a")
+        c = hvd.allreduce(y, name="c", op=hvd.Sum)
+        a, b = raw.hvd_wait(tensors)
+        (d,) = raw.hvd_wait(begun([a], "d"))
         return [a, b, c, d]
 
     x, y = (inputs.of_all_ranks(SIZE, shape) for shape in ((100_000,), (3, 2)))
@@ -124,11 +123,11 @@ def what_does_not_wait_is_awaited() -> None:
         for _ in range(3):
             with program.held():
                 program.start(x[RANK], y[RANK])
-            total = x.sum(0)
-            program.expect(total, y.sum(0), total, SIZE * total)
+            a, b = x.sum(0), y.sum(0)
+            program.expect(a, b, b, SIZE * a)
     mine = np.ones((RANK + 1, 3), "float32")
     with (
-        Program(lambda x: raw.hvd_wait([begun(x, "e")])[0], mine) as program,
+        Program(lambda x: raw.hvd_wait(begun([x], "e"))[0], mine) as program,
         pytest.raises(RuntimeError, match=r"rank 0: op=Sum float32\[1,3\], on a GPU"),
     ):
         program.start(mine)
@@ -138,7 +137,7 @@ def results_lie_where_the_inputs_lay() -> None:
     def function(x):
         for i in range(4):
             x = hvd.allreduce(x, name=f"in place {i}", op=hvd.Sum)
-            (x,) = raw.hvd_wait([begun(x, f"begun {i}")])
+            (x,) = raw.hvd_wait(begun([x], f"begun {i}"))
         return x
 
     x = inputs.of_all_ranks(SIZE, (100_000,))

@@ -4,12 +4,12 @@
 //                                       ╲                          ╱
 //   our stream                        wait ready ── NCCL ── done ──
 // No host thread waits for any of it: a request is done() when all this has been enqueued. For
-// gradients TensorFlow's stream waits later, once for all of them (wait_in), so that backpropagation
-// goes on beside NCCL. The rank that detects stalled work or an NCCL error aborts all ranks through the host's transport.
-// Requests that NCCL does not support or that the user wants over MPI, and all requests if a rank
-// has no NCCL, go through the host's memory, or are given to MPI if it knows GPUs. A stream that
-// waits for work that cannot finish is never released: later kernels would read values that were
-// never computed. `abort_process` is called instead.
+// gradients TensorFlow's stream waits later, once for all of them (wait_in), so that
+// backpropagation goes on beside NCCL. The rank that detects stalled work or an NCCL error aborts
+// all ranks through the host's transport. Requests that NCCL does not support or that the user
+// wants over MPI, and all requests if a rank has no NCCL, go through the host's memory, or are
+// given to MPI if it knows GPUs. A stream that waits for work that cannot finish is never released:
+// later kernels would read values that were never computed. `abort_process` is called instead.
 #pragma once
 
 #include <atomic>
