@@ -58,10 +58,12 @@ async def _run(spec: JobSpec, signals: Signals, output: Output) -> Verdict:
     if given.max_restarts and "HVD_COMMITS" not in os.environ:
         given.settings["HVD_COMMITS"] = str(commits)
     verdict = await Job(spec, placement, signals, output).run()
-    pause = 0.0
+    pause = lasted = 0.0
     for number in range(1, given.max_restarts + 1):
         if verdict.status == 0 or output.error:
             break
+        if pause:
+            say(f"the last start ended after {lasted:.0f} s: the next one comes in {pause:.0f} s")
         if not await signals.heed(asyncio.sleep(pause, True)):
             break
         if not spec.is_local:
@@ -73,7 +75,8 @@ async def _run(spec: JobSpec, signals: Signals, output: Output) -> Verdict:
         say(f"restart {number} of {given.max_restarts}: {placement.describe()}")
         start = time.monotonic()
         verdict = await Job(spec, placement, signals, output).run()
-        is_quick = time.monotonic() < start + limits.QUICK
+        lasted = time.monotonic() - start
+        is_quick = lasted < limits.QUICK
         pause = min(2 * pause or limits.FIRST_PAUSE, limits.LONGEST_PAUSE) if is_quick else 0.0
     if verdict.status == 0:
         shutil.rmtree(commits, ignore_errors=True)

@@ -358,7 +358,9 @@ def test_restarts_that_fail_at_once_are_no_hot_loop(hvdrun) -> None:
     """The pauses: none, 1 s, 2 s."""
     code = "open('starts', 'a').write(f'{time.monotonic()}\\n')\nsys.exit(3)"
     options = ("-n", "1", "--max-restarts", "3", sys.executable)
-    assert hvdrun.run(*options, hvdrun.script(code)).returncode == 3
+    done = hvdrun.run(*options, hvdrun.script(code))
+    assert done.returncode == 3
+    assert re.findall("the next one comes in (.*) s", done.stderr) == ["1", "2"]
     times = [float(line) for line in (hvdrun.folder / "starts").read_text().split()]
     assert len(times) == 4
     assert times[2] - times[1] > 1
