@@ -91,7 +91,7 @@ RULES = {
     ],
     f"{GPU}/gpu_staging.cc": [
         (r"gpu\.record\(stream\)", "gpu.record(gpu.stream())"),
-        (r"while \(!gpu\.finished\(event\)\) \{", "while (false) {"),
+        (r"while \(!gpu\.finished\(event\)\) pause\(\);", ""),
         (r"  wait_for\(gpu, gpu\.stream\(\), pause\);", ""),
         (r"if \(status\.ok\(\)\) wait_for\(gpu, framework, pause\);", ""),
         (r"wait_for\(gpu, framework, pause\)", "wait_for(gpu, gpu.stream(), pause)"),

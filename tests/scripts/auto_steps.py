@@ -19,7 +19,8 @@ def fit(name, net, optimizer, inputs=x, target=y, **options):
     net.compile(optimizer, **options)
     logs = net.fit(inputs, target, batch_size=16, epochs=2, shuffle=False, verbose=0).history
     logs = {key: np.round(value, 4).tolist() for key, value in logs.items()}
-    print(name, logs, round(sum(float(np.abs(w).sum()) for w in net.get_weights()), 3))
+    total = round(sum(float(np.abs(w).sum()) for w in net.get_weights()), 3)
+    print(name, logs, total, flush=True)  # before SIGTERM comes, where another rank is killed
 
 
 class Own(keras.Sequential):

@@ -14,9 +14,8 @@ namespace {
 
 constexpr size_t kPartBytes = 4 << 20;
 constexpr size_t kSlots = 4;  // parts under way: two to the host, one among the ranks, one back
-constexpr size_t kAlignment = 64;        // of pieces in a slot, as of tensors
-constexpr double kSpinSeconds = 200e-6;  // for a copy, before the host sleeps
-constexpr double kLastSeconds = 1.0;     // for copies after a failure
+constexpr size_t kAlignment = 64;     // of pieces in a slot, as of tensors
+constexpr double kLastSeconds = 1.0;  // for copies after a failure
 
 size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
@@ -27,14 +26,7 @@ size_t staged_bytes(const Request& part) {
 }
 
 void wait_for(const Gpu& gpu, const Event& event, const Pause& pause) {
-  const auto start = Clock::now();
-  while (!gpu.finished(event)) {
-    if (seconds_since(start) < kSpinSeconds) {
-      std::this_thread::yield();
-    } else {
-      pause();
-    }
-  }
+  while (!gpu.finished(event)) pause();
 }
 
 // The host waits for the work that is in the stream now.
