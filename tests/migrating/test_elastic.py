@@ -32,7 +32,7 @@ state.register_reset_callbacks([lambda: print("reset at", state.step)])
 
 @hvd.elastic.run
 def train(state, last):
-    print("from", state.step)
+    print("from", state.step, flush=True)  # os._exit loses what is not written
     while state.step < last:
         step(False)
         state.step += 1
@@ -78,7 +78,7 @@ callbacks = [
 
 @hvd.elastic.run
 def train(state):
-    print("from", state.epoch, state.batch)
+    print("from", state.epoch, state.batch, flush=True)
     state.model.fit(x, x.sum(1), batch_size=4, shuffle=False, epochs=4 - state.epoch, verbose=0,
                     callbacks=callbacks)
 
