@@ -17,6 +17,7 @@ from hvd_keras.gradients import shards
 from hvd_keras.gradients.specs import VariableSpec
 from hvd_keras.ops.reduction import Compression, Compressor
 from hvd_keras.runtime import agree
+from hvd_keras.runtime.keras import has_gpu
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.runtime.reductions import check_of_gradients
 
@@ -71,7 +72,7 @@ class ExchangeOptions:
     def can_overlap(self) -> bool:
         """Whether a GPU can compute while it sums: nothing is done to each bucket's sums."""
         is_plain = self.compression is Compression.none and not self.device_dense
-        return is_plain and bool(tf.config.get_visible_devices("GPU"))
+        return is_plain and has_gpu()
 
     def densified(self, gradients: Sequence[Any]) -> list[Any]:
         if not self.sparse_as_dense:

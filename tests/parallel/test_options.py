@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
+from hvd_keras.gradients import agreement
 from tests.harness import inputs, training
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -152,6 +153,31 @@ def test_a_compression_of_the_users() -> None:
 def test_options_that_do_not_change_the_result(options: dict) -> None:
     for got, shape in zip(applied(gradients(), **options), ((4,), (3, 2), (), (5,)), strict=True):
         np.testing.assert_allclose(got, mean(shape), rtol=1e-6)
+
+
+@several
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+@pytest.mark.parametrize("xla", [False, True])
+def test_on_a_gpu_all_buckets_are_awaited_once(monkeypatch, compression: str, xla: bool) -> None:
+    """As if there was a GPU: on a CPU each bucket's call waits, and what follows only passes on."""
+    monkeypatch.setattr(agreement, "has_gpu", lambda: True)
+    rows = tf.IndexedSlices(tf.fill((1, 2), RANK + 1.0), tf.constant([RANK]), (SIZE, 2))
+    given = [*gradients(), rows]
+    variables = [keras.Variable(tf.zeros_like(tf.convert_to_tensor(g))) for g in given]
+    options = {"compression": getattr(hvd.Compression, compression), "num_groups": 3}
+    optimizer = hvd.DistributedOptimizer(optimizers.SGD(1.0), **options)
+    optimizer.build(variables)
+    step = tf.function(lambda: optimizer.apply(given), jit_compile=xla)
+    step()
+    expected = [mean(tuple(g.shape)) for g in given[:-1]]
+    expected.append(np.repeat(np.arange(1.0, SIZE + 1)[:, np.newaxis], 2, axis=1) / SIZE)
+    for variable, value in zip(variables, expected, strict=True):
+        np.testing.assert_allclose(-variable.numpy(), value, rtol=2**-10, atol=1e-3)
+    operations = step.get_concrete_function().graph.get_operations()
+    waits = {op.get_attr("waits") for op in operations if op.type == "HvdAllreduce"}
+    awaited = [len(op.inputs) for op in operations if op.type == "HvdWait"]
+    # Of what is rounded outside the op, each bucket is needed at once.
+    assert (waits, awaited) == (({False}, [4]) if compression == "none" else ({True}, []))
 
 
 def test_groups_of_variables_share_a_request() -> None:

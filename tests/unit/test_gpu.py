@@ -81,7 +81,8 @@ def test_the_gpu_kernels_load_into_the_tensorflow_that_has_gpus() -> None:
     library = libraries._tensorflow_folder() / "libhvd_tensorflow.so"
     ctypes.CDLL(str(library), mode=ctypes.RTLD_LOCAL | 2)  # RTLD_NOW
     on_host = {"HvdAlltoall": ["splits", "received_splits"], "HvdJoin": ["last"]}
-    for name in ("Allreduce", "Allgather", "Broadcast", "Alltoall", "Reducescatter", "Barrier"):
+    collectives = ("Allreduce", "Allgather", "Broadcast", "Alltoall", "Reducescatter", "Barrier")
+    for name in (*collectives, "Wait"):
         found = kernels.get_registered_kernels_for_op(f"Hvd{name}").kernel
         (on_gpu,) = [kernel for kernel in found if kernel.device_type == "GPU"]
         assert list(on_gpu.host_memory_arg) == on_host.get(f"Hvd{name}", [])
