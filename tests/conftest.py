@@ -29,6 +29,7 @@ for name, value in {
 
 # Compiled once, and not by each rank of each job.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+os.environ.pop("PYTHONUNBUFFERED", None)  # few users have it
 
 # Half of the time in which pytest finds the tests, in each of its processes, went into imports.
 if "HVD_TEST_PARALLEL" not in os.environ:

@@ -47,7 +47,9 @@ class JobSpec:
         """Return what ranks get besides what depends on their hosts; here, besides our own."""
         given, own = self.options, os.environ
         memory = worker.memory_folder(job)
-        settings: dict[str, str] = given.settings | self.dialect.rank_settings(memory)
+        # Without it, what a rank has printed into our pipe is late, and lost if it is killed.
+        unbuffered = {"PYTHONUNBUFFERED": own.get("PYTHONUNBUFFERED", "1")}
+        settings = unbuffered | given.settings | self.dialect.rank_settings(memory)
         if self.dialect.library:
             settings["HVD_MPI_LIBRARY"] = self.dialect.library
         if given.timeline is not None:

@@ -130,7 +130,8 @@ usual options
 -h --help: print this text and exit
 
 output
---prefix: prefix each line of output with its rank, as in '[0] text' (default: on)
+--prefix: prefix each line of output with its rank, as in '[0] text' (default: on). Python
+    in ranks does not buffer it, unless PYTHONUNBUFFERED is set to nothing
 --metrics PORT: serve the numbers of --stats for Prometheus at this port of 127.0.0.1, or at
     ADDRESS:PORT (default: none)
 --postmortem FOLDER: after a failure, keep each rank's last requests and stacks in this folder, and

@@ -87,7 +87,7 @@ class Launcher:
 
     def start(self, size: int, text: str, *options: str, stdin: int = subprocess.DEVNULL):
         """Start such a job, which is killed after LIMIT seconds."""
-        job = (*options, "-np", str(size), "--oversubscribe", sys.executable, "-u")
+        job = (*options, "-np", str(size), "--oversubscribe", sys.executable)
         script = self.script(text)
         process = subprocess.Popen(
             self.command(*job, script),

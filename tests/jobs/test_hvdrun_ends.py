@@ -34,9 +34,12 @@ def test_a_failing_rank_ends_the_others(hvdrun):
 
 def test_a_killed_rank_is_named_with_its_signal(hvdrun):
     done = hvdrun.python(
-        3, f"meet(3)\nif rank == 2: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep({FOREVER})"
+        3,
+        f"print(rank)\nmeet(3)\nif rank == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"time.sleep({FOREVER})",
     )
     assert done.returncode == 128 + signal.SIGKILL
+    assert sorted(done.stdout.splitlines()) == ["[0] 0", "[1] 1", "[2] 2"]
     assert done.stderr.startswith(
         "hvdrun: rank 2 failed first: killed by SIGKILL (out of memory? see dmesg)\n"
     )
