@@ -59,7 +59,7 @@ def apply(method: Any, optimizer: Any, grads: Any, trainable_variables: Any = No
         grads, variables = list(grads), trainable_variables
         if variables is None:
             variables = getattr(optimizer, "_trainable_variables", ())
-        _check_update(optimizer, list(variables))
+        _check_update(optimizer, grads, list(variables))
     return method(optimizer, grads, trainable_variables)
 
 
@@ -67,12 +67,12 @@ def apply_pairs(method: Any, optimizer: Any, grads_and_vars: Any, *args: Any, **
     """Replace ``Optimizer.apply_gradients`` of tf_keras, in the same way."""
     pairs = list(grads_and_vars)
     if not hasattr(optimizer, "_hvd_reducer"):
-        _check_update(optimizer, [variable for _, variable in pairs])
+        _check_update(optimizer, [grad for grad, _ in pairs], [variable for _, variable in pairs])
     return method(optimizer, pairs, *args, **kwargs)
 
 
 @unconverted  # type: ignore[untyped-decorator]
-def _check_update(optimizer: Any, variables: list[Any]) -> None:
+def _check_update(optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
     """Raise a RuntimeError if an optimizer, not distributed, applies gradients of this rank alone.
 
     In a graph, when that is traced.
@@ -86,7 +86,7 @@ def _check_update(optimizer: Any, variables: list[Any]) -> None:
         or agree.is_building.get()
         or not several
         or any(variable in _reduced for variable in variables)
-        or _averages_itself(optimizer)
+        or _averages_itself(optimizer, gradients, variables)
     ):
         return
     text = (
@@ -99,7 +99,8 @@ def _check_update(optimizer: Any, variables: list[Any]) -> None:
         from hvd_keras import ops
 
         # A graph may apply what the script has reduced outside of it; that cannot be seen.
-        parts = in_fit.get() or is_eager() or not ops.has_reduced()
+        is_here = in_fit.get() or is_eager() or any(_noted(v) is graph() for v in variables)
+        parts = is_here or not ops.has_reduced()
         tell(text, global_process_set, RuntimeError, parts=parts)
         _told_alone.add(*variables)
         return
@@ -120,16 +121,32 @@ _by_hand: weakref.WeakSet[Any] = weakref.WeakSet()
 _requests: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
-def _averages_itself(optimizer: Any) -> bool:
+def note_tape(sources: Iterable[Any]) -> None:
+    """Note in which graph a tape returns gradients; in eager code, what was exchanged by then."""
+    if rank_info.is_initialized() and rank_info.size() > 1:
+        where = count_requests() if is_eager() else weakref.ref(graph())
+        for source in sources:
+            if hasattr(source, "assign"):
+                shards.inner_variable(source)._hvd_tape = where
+
+
+def _noted(variable: Any) -> Any:
+    where = getattr(shards.inner_variable(variable), "_hvd_tape", None)
+    return where() if callable(where) else where
+
+
+def _averages_itself(optimizer: Any, gradients: list[Any], variables: list[Any]) -> bool:
     """Whether the script averages gradients with ``hvd.allreduce`` before it applies them."""
-    # In eager code that is known from the second step on: nothing was exchanged since the first.
     if is_eager():
-        # Whether this process has exchanged anything since the optimizer's last step.
-        before, _requests[optimizer] = _requests.get(optimizer), count_requests()
-        return before != _requests[optimizer]
+        # What this process had exchanged when a tape returned the gradients; or, of those from
+        # elsewhere, at the optimizer's last step.
+        before, now = _requests.get(optimizer), count_requests()
+        _requests[optimizer] = now
+        noted = [before if (number := _noted(v)) is None else number for v in variables]
+        return any(number != now for number in noted or [before])
     from hvd_keras import ops
 
-    if ops.is_reducing():  # the graph of this step has an allreduce of the script's
+    if ops.are_reduced(gradients):
         _by_hand.add(optimizer)
     return optimizer in _by_hand
 
@@ -137,7 +154,6 @@ def _averages_itself(optimizer: Any) -> bool:
 #: Whether scripts step on each rank before the first exchange, to create variables.
 first_steps_are_local = False
 
-_empty_broadcast = False
 synchronized = shards.VariableSet()  # broadcast, or found equal
 _reduced = shards.VariableSet()  # a reducer has had their gradients
 _told_alone = shards.VariableSet()  # a warning was about them; later differences are no news
@@ -179,20 +195,18 @@ def check_average() -> None:
 
 def warn_of_empty_broadcast(process_set: ProcessSet) -> None:
     """Tell that ``broadcast_variables`` got nothing, most often of a model that is not built."""
-    global _empty_broadcast
-    _empty_broadcast = True
-    if process_set.rank() == 0:
-        log.warn_once(
-            "hvd.broadcast_variables got no variables, so the ranks keep different values. If the "
-            "model is not built yet, call it once on a batch of data first, or use "
-            "hvd.callbacks.BroadcastGlobalVariablesCallback in fit()."
-        )
+    tell(
+        "hvd.broadcast_variables got no variables, so the ranks keep different values. If the "
+        "model is not built yet, call it once on a batch of data first, or use "
+        "hvd.callbacks.BroadcastGlobalVariablesCallback in fit().",
+        process_set,
+    )
 
 
 def check_weights(
     name: str, variables: Sequence[Any], requests: int, process_set: ProcessSet
 ) -> bool:
-    """Compare the ranks' initial weights, unless they were broadcast.
+    """Compare the ranks' initial weights.
 
     In ``fit`` a difference is a ValueError on all ranks (with ``HVD_STRICT=0`` a warning). A custom
     loop may broadcast after its first step, as Horovod's documentation advises, so there the error
@@ -200,7 +214,7 @@ def check_weights(
 
     Args:
         name: the name of the optimizer or tape.
-        variables: the variables that all ranks train.
+        variables: those that all ranks train and that were not compared before.
         requests: the number of requests per step for them.
 
     Returns:
@@ -224,7 +238,8 @@ def check_weights(
     )
     if is_error(parts=False) or (in_fit.get() and not first_steps_are_local):
         tell(text, process_set, parts=True)
-    elif not _empty_broadcast:  # which has been reported, with what to do
+    else:
+        synchronized.discard(*variables)  # what was broadcast has changed since
         # In a graph, the requests of later steps can be counted, not the steps.
         last = count_requests() + requests * _STEPS_UNTIL_TOLD
         _tell_later(
@@ -241,7 +256,6 @@ def check_values(values: Any, when: str) -> None:
 
     ``when`` is "begun", "step" or "ended".
     """
-    global _empty_broadcast
     # In steps one request now and then; at the beginning and the end all ranks are here anyway.
     reported = values.reported
     if when != "step":
@@ -257,11 +271,8 @@ def check_values(values: Any, when: str) -> None:
             values.reported = True
             return
         synchronized.add(*values.variables)
-        _empty_broadcast &= different is not None
     values.reported = reported or different is not None  # as on all ranks
     if reported or different is None or _alone_on_purpose.get():
-        return
-    if when == "begun" and _empty_broadcast:  # which has been reported, with what to do
         return
     if any(variable in _told_alone for variable in values.variables):
         return
@@ -344,18 +355,16 @@ _NO_VALUES = "no values"
 
 
 def _digest(variables: Sequence[Any]) -> int | str | None:
-    """Hash the values that were not broadcast; None if none exist or they are unknown."""
+    """Hash the values; None if they are unknown, or ``fit`` has compared them as it began."""
     digest = 0
     with outside_graphs():
-        if not is_eager():
-            return None  # TensorFlow 1
-        unknown = [v for v in variables if v not in synchronized]
-        if not unknown or not all(hasattr(v, "assign") for v in unknown):
+        is_known = in_fit.get() and all(v in synchronized for v in variables)
+        if is_known or not is_eager():  # in graphs of TensorFlow 1, nothing has a value
             return None
-        inner = map(shards.inner_variable, unknown)
+        inner = map(shards.inner_variable, variables)
         if not all(v.is_initialized() for v in inner if hasattr(v, "is_initialized")):
             return _NO_VALUES
-        for variable in unknown:
+        for variable in variables:
             digest = agree.digest(values_of(variable), digest)
     return digest
 

@@ -4,8 +4,6 @@ Their mean over the ranks is the gradient of one process. That of clipped or nor
 not: each rank has changed them by its own rows.
 """
 
-import os
-import sysconfig
 import traceback
 import weakref
 from collections.abc import Iterable, Sequence
@@ -14,6 +12,7 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from hvd_keras.gradients import missing_calls, shards
+from hvd_keras.runtime import flight
 
 # "equal" on all ranks; a "gradient", or linear in it; "changed", another function of one; or of
 # "data" alone, such as an estimate of a gradient.
@@ -30,12 +29,6 @@ _PRODUCTS = {"Mul", "RealDiv", "Div", "DivNoNan", "MatMul", "BatchMatMulV2", "Ei
 _OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike"}
 _ASSIGNMENTS = {"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"}
 _DEPTH = 60  # beyond which no gradient is looked for
-# Where no line is the script's.
-_LIBRARIES = (
-    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-    os.path.dirname(os.path.dirname(__file__)),
-    "<",
-)
 
 # What tapes have returned in graphs: the names of tensors.
 _names: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
@@ -48,6 +41,7 @@ _factors: dict[str, float] = {}  # by optimizer
 def record(gradient: Any, tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``tf.GradientTape.gradient``: remember what it returns."""
     result = gradient(tape, target, sources, *args, **kwargs)
+    missing_calls.note_tape(tf.nest.flatten(sources))
     for one, source in zip(tf.nest.flatten(result), tf.nest.flatten(sources), strict=True):
         for part in (one, getattr(one, "values", None)):
             if part is not None and hasattr(part, "graph"):
@@ -192,6 +186,6 @@ def _changed_eagerly(name: str, pairs: Sequence[tuple[Any, Any]]) -> str:
 def _line(frames: Iterable[Any]) -> str:
     """The innermost line of the script."""
     for frame in reversed(list(frames)):
-        if not frame.filename.startswith(_LIBRARIES):
+        if flight.is_script(frame.filename):
             return f"{frame.filename}:{frame.lineno}"
     return "an unknown line"

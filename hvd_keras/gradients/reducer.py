@@ -61,6 +61,7 @@ class GradientReducer:
         self._plans: dict[Any, Plan] = {}  # by what _plan has compared: one per trace, or kinds
         # The lists of variables that the ranks have compared.
         self._agreed: dict[Any, tuple[VariableSpec, ...]] = {}
+        self._compared = shards.VariableSet()  # those whose values were compared
         self._steps: Any = None  # counts those of a graph
         self.has_local = False  # any rank has local variables: all must clip alike
 
@@ -133,7 +134,9 @@ class GradientReducer:
     def _plan(self, variables: list[Any], gradients: list[Any]) -> "Plan":
         mine = tuple(spec_of(v) for v in variables)
         specs = self._agreed.get(mine)
-        if specs is None:  # some small allgathers, once for each list of variables
+        # Another model's may look the same.
+        new = [v for v in variables if hasattr(v, "assign") and v not in self._compared]
+        if specs is None or new:  # some small allgathers, once for each list of variables
             specs = check_specs(self.name, mine, self.process_set)
             optimizer = getattr(self, "optimizer", None)
             described = {} if optimizer is None else describe_optimizer(optimizer)
@@ -142,8 +145,9 @@ class GradientReducer:
             self.has_local = any(of_ranks)
             requests = len(Plan(self.name, specs, ()).buckets(gradients))
             # Without values yet, a second trace of the function compares again.
-            if missing_calls.check_weights(self.name, variables, requests, self.process_set):
+            if missing_calls.check_weights(self.name, new, requests, self.process_set):
                 self._agreed[mine] = specs
+                self._compared.add(*new)
         kinds = agreement.kinds_of(gradients)
         indices = agreement.group_indices(self.groups, variables)
         if tf.executing_eagerly():

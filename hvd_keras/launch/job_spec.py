@@ -49,7 +49,7 @@ class JobSpec:
         memory = worker.memory_folder(job)
         # Without it, what a rank has printed into our pipe is late, and lost if it is killed.
         unbuffered = {"PYTHONUNBUFFERED": own.get("PYTHONUNBUFFERED", "1")}
-        settings = unbuffered | given.settings | self.dialect.rank_settings(memory)
+        settings: dict[str, str] = unbuffered | given.settings | self.dialect.rank_settings(memory)
         if self.dialect.library:
             settings["HVD_MPI_LIBRARY"] = self.dialect.library
         if given.timeline is not None:

@@ -1,7 +1,6 @@
 """Allreduce: every rank gets the sum, mean, ... of all ranks' tensors."""
 
 import contextvars
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,15 +13,36 @@ from hvd_keras.runtime import agree
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.runtime.reductions import Adasum, Average, ReduceOp, Sum, chosen
 
-# The functions that the script reduces tensors in.
-_reducing: weakref.WeakSet[Any] = weakref.WeakSet()
 _own = contextvars.ContextVar("hvd_keras reduces for itself", default=False)
 _waits = contextvars.ContextVar("a GPU's stream waits for the results", default=True)
 
 
-def is_reducing() -> bool:
-    """Whether the script calls ``allreduce`` in the graph that is being built."""
-    return tf.compat.v1.get_default_graph() in _reducing
+def are_reduced(gradients: Sequence[Any]) -> bool:
+    """Whether gradients of a graph are computed from what it has exchanged."""
+    gradients = [getattr(gradient, "values", gradient) for gradient in gradients]
+    seen, found = set(), [one.op for one in gradients if tf.is_symbolic_tensor(one)]
+    while found:
+        op = found.pop()
+        if op in seen:
+            continue
+        seen.add(op)
+        if _exchanges(op):
+            return True
+        found += [value.op for value in op.inputs]
+        # What is assigned to the variables that it reads, such as sums of several steps.
+        handles = [value for value in op.inputs if value.dtype == tf.resource]
+        users = [user for handle in handles for user in handle.consumers()]
+        found += [user for user in users if user.type.startswith("Assign")]
+    return False
+
+
+def _exchanges(op: tf.Operation) -> bool:
+    """Whether an op, or a function that it calls, is one of ``native/tensorflow``."""
+    attributes = op.node_def.attr.values()
+    called = [f.name for value in attributes for f in (value.func, *value.list.func) if f.name]
+    graphs = [getattr(op.graph._get_function(name), "graph", None) for name in called]
+    inner = (one for graph in graphs if graph is not None for one in graph.get_operations())
+    return op.type.startswith("Hvd") or any(map(_exchanges, inner))
 
 
 def has_reduced() -> bool:
@@ -116,12 +136,6 @@ def grouped_allreduce(
     global _has_reduced
     del ignore_name_scope
     _has_reduced |= not _own.get()
-    if not _own.get() and not tf.executing_eagerly():
-        # A branch or a loop of a function is a graph in the function's.
-        graph = tf.compat.v1.get_default_graph()
-        while graph is not None:
-            _reducing.add(graph)
-            graph = getattr(graph, "outer_graph", None)
     validate.check("allreduce", process_set)
     name = validate.name("allreduce", name, process_set)
     only_slices = bool(tensors) and all(isinstance(x, tf.IndexedSlices) for x in tensors)
@@ -168,7 +182,7 @@ def grouped_allreduce(
 
 
 def reduce_tensors(tensors: Sequence[Any], waits: bool = True, **options: Any) -> list[Any]:
-    """``grouped_allreduce`` for hvd_keras itself, which ``is_reducing`` does not count.
+    """``grouped_allreduce`` for hvd_keras itself, which ``has_reduced`` does not count.
 
     Args:
         waits: False: only ``wait_for`` may use the dense results, which a GPU may not have yet;

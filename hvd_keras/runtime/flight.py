@@ -42,7 +42,8 @@ def _libraries() -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_script(file: str) -> bool:
+def is_script(file: str) -> bool:
+    """Whether a file of Python code is the user's, not of a library."""
     return not is_library(file, _libraries())
 
 
@@ -81,7 +82,7 @@ class _Recorder:
         if self._calls is None:
             return
         frame: FrameType | None = sys._getframe(2)
-        while frame is not None and not _is_script(frame.f_code.co_filename):
+        while frame is not None and not is_script(frame.f_code.co_filename):
             frame = frame.f_back
         if frame is None:
             return

@@ -36,7 +36,14 @@ for batch in range(200):
     time.sleep(0.01)
 """
 
-TAPE = "    tape = hvd.DistributedGradientTape(tape)\n"
+# The loss that is logged is exchanged, but not the gradients.
+NO_TAPE = LOOP.replace("    tape = hvd.DistributedGradientTape(tape)\n", "")
+NO_TAPE = NO_TAPE.replace(
+    "    optimizer.apply", "    mean = hvd.allreduce(loss)\n    optimizer.apply"
+)
+EAGER = LOOP.replace("    tape = hvd.DistributedGradientTape(tape)\n", "")
+EAGER = EAGER.replace("@tf.function\n", "").replace("return loss", "return hvd.allreduce(loss)")
+BUILT = "model(x)\nhvd.broadcast_variables(model.variables, 0)\n"
 
 # What hvd_keras reduces for the first model says nothing about the second.
 SECOND_MODEL = """
@@ -68,10 +75,23 @@ DIFFERENT = "began to train with different weights"
             id="broadcast",
         ),
         pytest.param(LOOP, DIFFERENT, id="broadcast, loop"),
+        pytest.param(BUILT + NO_TAPE, NOT_DISTRIBUTED, id="tape, loop"),
         pytest.param(
-            f"model(x)\nhvd.broadcast_variables(model.variables, 0)\n{LOOP.replace(TAPE, '')}",
+            BUILT + EAGER,
             NOT_DISTRIBUTED,
-            id="tape, loop",
+            id="tape, eager loop",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            f"{BUILT}if hvd.rank() == 0: model.set_weights([2 * w for w in model.get_weights()])\n"
+            + LOOP,
+            DIFFERENT,
+            id="changed after the broadcast, loop",
+        ),
+        pytest.param(
+            f"{BUILT}{LOOP}model = keras.models.clone_model(model)\n{LOOP}",
+            DIFFERENT,
+            id="broadcast, second loop",
         ),
         pytest.param(
             "model.compile(keras.optimizers.SGD(0.01), 'mse')\nmodel.train_on_batch(x, y)",
@@ -116,6 +136,15 @@ def test_a_forgotten_line_is_an_error_or_one_warning(
     assert line in job.output
 
 
+def test_a_broadcast_of_nothing_hides_nothing(tmp_path: pathlib.Path) -> None:
+    script = "hvd.broadcast_variables(model.variables, 0)\n"
+    script += "fit(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), [])"
+    job = ranks.run_script(tmp_path, 2, START + script, TF_CPP_MIN_LOG_LEVEL="3")
+    assert job.status == 1, job.output
+    assert "hvd.broadcast_variables got no variables" in job.output
+    assert DIFFERENT in job.output
+
+
 NOTHING_IS_FORGOTTEN = """
 fit(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), [broadcast])  # the four lines
 
@@ -145,7 +174,24 @@ for batch in range(3):
     with tf.GradientTape() as tape:
         loss = tf.reduce_mean((model(x) - 1.0) ** 2)
     gradients = [hvd.allreduce(g) for g in tape.gradient(loss, model.trainable_variables)]
+    loss = hvd.allreduce(loss)
     optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+
+total = tf.Variable(tf.zeros([4, 1]))  # averaged by hand in a graph, in every second step
+kernel = tf.Variable(tf.ones([4, 1]))
+optimizer = keras.optimizers.SGD(0.01)
+optimizer.build([kernel])
+@tf.function
+def add(last):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((x @ kernel - 1.0) ** 2)
+    total.assign_add(tape.gradient(loss, kernel))
+    if last:
+        total.assign(hvd.allreduce(total))
+        optimizer.apply_gradients([(total / 2.0, kernel)])
+        total.assign(tf.zeros_like(total))
+for batch in range(4):
+    add(tf.constant(batch % 2 == 1))
 
 import hvd_keras.horovod  # a rank outside of a process set, or alone in one
 hvd_keras.horovod.install()
