@@ -111,9 +111,34 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
             "hvd.init: this process left the job during a collective, so it cannot join again. "
             "Restart the job."
         )
-    if core.hvd_initialized():
-        _add_process_sets(process_sets)
-        return
+    if not core.hvd_initialized():
+        _join(comm)
+    global _is_prepared
+    if not _is_prepared:
+        log.start(rank_info.rank())
+        backend.pin(rank_info.local_rank(), rank_info.local_size())
+        log.logger.info(
+            "local rank %d of %d, rank %d of %d; %s",
+            *(rank_info.local_rank(), rank_info.local_size(), rank_info.rank(), rank_info.size()),
+            libraries.mpi_version().splitlines()[0],
+        )
+        if changes_keras:
+            backend.install()
+        flight.start()
+        observe.start_publishing()
+        _is_prepared = True
+    _add_process_sets(process_sets)
+
+
+# Whether what follows the joining is done: if it has failed, another init() does it.
+_is_prepared = False
+
+
+def _join(comm: Any) -> None:
+    """Become a rank of a job."""
+    global _is_prepared
+    _is_prepared = False
+    core = libraries.core()
     settings.read()  # raises if a variable has a wrong value
     backend.load()
     mpi_library.refuse_two()
@@ -137,18 +162,6 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
     rank_info.world_ranks = ranks if communicator is None else world_ranks_of(comm)
     _install_guards()
     core.hvd_set_log(settings.LOG_LEVELS.index(settings.read().log_level))
-    log.start(rank_info.rank())
-    backend.pin(rank_info.local_rank(), rank_info.local_size())
-    log.logger.info(
-        "local rank %d of %d, rank %d of %d; %s",
-        *(rank_info.local_rank(), rank_info.local_size(), rank_info.rank(), rank_info.size()),
-        libraries.mpi_version().splitlines()[0],
-    )
-    if changes_keras:
-        backend.install()
-    flight.start()
-    observe.start_publishing()
-    _add_process_sets(process_sets)
 
 
 def shutdown() -> None:

@@ -9,7 +9,7 @@ from hvd_keras import ops
 from hvd_keras.compat import legacy_keras, tensorflow_v1
 from hvd_keras.gradients import agreement, model_ranks, origin, reducer, shards, specs, zero
 from hvd_keras.ops.reduction import Compression, Compressor, wire_dtype
-from hvd_keras.runtime import agree, rank_info
+from hvd_keras.runtime import agree, log, rank_info
 from hvd_keras.runtime.keras import innermost, is_legacy, keras, optimizer_classes
 from hvd_keras.runtime.process_sets import ProcessSet, ThisRank, global_process_set, of_hosts
 from hvd_keras.training import rounds
@@ -165,6 +165,11 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             wire = "int8" if is_int8 else wire_dtype(compression).name  # type: ignore[union-attr]
             how = outer_optimizer, process_set, inner_process_set, wire, fragments
             own.rounds = rounds.Rounds(target, name, sync_every, *how)
+        elif outer_optimizer is not None and process_set.rank() == 0:
+            log.warn_once(
+                "hvd.DistributedOptimizer: outer_optimizer does nothing, because all ranks average "
+                "their gradients in each step: they are one inner_process_set."
+            )
     return optimizer
 
 

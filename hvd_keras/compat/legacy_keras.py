@@ -13,7 +13,8 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.gradients import agreement, reducer, shards
+from hvd_keras.gradients import agreement, model_ranks, origin, reducer, shards
+from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import keras
 
 
@@ -102,10 +103,18 @@ class Reducer(reducer.GradientReducer):
             or all(any(g is known for known in computed) for g in gradients)
         )
         if not are_reduced:
+            is_together = self.process_set.size() > 1 and not agree.is_building.get()
+            if computed is None and is_together and self.averages_rows:
+                origin.check(self.name, gradients, variables, self.process_set)
             pairs = list(zip(self.reduce(gradients, variables), variables, strict=True))
         return self._apply(pairs, name)
 
     def _apply(self, pairs: Iterable[tuple[Any, Any]], name: str | None) -> Any:
+        pairs = list(pairs)
+        if self.process_set.size() > 1:
+            updated, local = [v for _, v in pairs], model_ranks.local_variables
+            advice = "Use clipnorm, or Keras 3, which computes that norm over all ranks."
+            shards.check_clipping(self.optimizer, updated, local, advice)
         own = type(self.optimizer).apply_gradients
         return own(self.optimizer, pairs, name=name, experimental_aggregate_gradients=False)
 

@@ -133,8 +133,10 @@ def _is_local(variable: Any, local_ones: Iterable[Any]) -> bool:
     name = getattr(variable, "name", "")
     for local in local_ones:
         path = getattr(local, "path", None)
-        if path is not None and name.startswith(path.replace("/", "_") + "_"):
-            return tuple(local.shape) == tuple(variable.shape)
-        if path is None and f"/{local.name.partition(':')[0]}" in name:  # tf_keras
-            return tuple(local.shape) == tuple(variable.shape)
+        if path is None:  # tf_keras
+            is_its = f"/{local.name.partition(':')[0]}" in name
+        else:
+            is_its = name.startswith(path.replace("/", "_") + "_")
+        if is_its and tuple(local.shape) == tuple(variable.shape):
+            return True
     return False

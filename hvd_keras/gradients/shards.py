@@ -268,7 +268,9 @@ _ADVICE = (
 )
 
 
-def check_clipping(optimizer: Any, variables: Iterable[Any], local: Container[Any]) -> None:
+def check_clipping(
+    optimizer: Any, variables: Iterable[Any], local: Container[Any], advice: str = _ADVICE
+) -> None:
     """Refuse an optimizer, not distributed, that would clip by norms which this rank does not know.
 
     Raises:
@@ -283,11 +285,11 @@ def check_clipping(optimizer: Any, variables: Iterable[Any], local: Container[An
             raise ValueError(
                 f"{type(optimizer).__name__} clips by the norm of all gradients (global_clipnorm), "
                 f"but {getattr(variable, 'path', variable.name)} belongs to this rank alone, so "
-                f"each rank would scale the shared gradients differently. {_ADVICE}"
+                f"each rank would scale the shared gradients differently. {advice}"
             )
         shard = of(variable)
         if shard is not None and shard.process_set.size() > 1:
             raise ValueError(
                 f"{type(optimizer).__name__} clips by norms (clipnorm, global_clipnorm), but each "
-                f"rank has a part of {variable.path} only. {_ADVICE}"
+                f"rank has a part of {variable.path} only. {advice}"
             )

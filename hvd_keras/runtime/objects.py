@@ -32,14 +32,17 @@ def broadcast_object(
 
     Raises:
         ValueError: ``root_rank`` or this rank is not in the process set.
+        TypeError: the object cannot be serialised; other ranks get a
+            ``tf.errors.FailedPreconditionError``.
         tf.errors.AbortedError: a rank has left the job.
     """
     del session
     name = name or "object"
     is_root = rank_info.rank() == root_rank
-    data = np.frombuffer(cloudpickle.dumps(obj) if is_root else b"", np.uint8)
     process_set.check_included("broadcast_object")
     call = {"root": root_rank, "process_set": process_set.id()}
+    with agree.refused_on_all_ranks("broadcast", f"{name}.length", process_set, root=root_rank):
+        data = np.frombuffer(_dumped(obj) if is_root else b"", np.uint8)
     try:
         # Broadcasts need a shape that all ranks know.
         size = np.array(len(data))
@@ -97,8 +100,20 @@ def allgather_object(
 
     Raises:
         ValueError: this rank is not in the process set.
+        TypeError: the object cannot be serialised; other ranks get a
+            ``tf.errors.FailedPreconditionError``.
         tf.errors.AbortedError: a rank has left the job.
     """
     del session
-    gathered = agree.gather_bytes(name or "object", cloudpickle.dumps(obj), process_set)
-    return [cloudpickle.loads(data) for data in gathered]
+    name = name or "object"
+    process_set.check_included("allgather_object")
+    with agree.refused_on_all_ranks("allgather", f"{name}.lengths", process_set):
+        data = _dumped(obj)
+    return [cloudpickle.loads(theirs) for theirs in agree.gather_bytes(name, data, process_set)]
+
+
+def _dumped(obj: Any) -> bytes:
+    try:
+        return bytes(cloudpickle.dumps(obj))
+    except Exception as error:  # of the object's own methods, too
+        raise TypeError(f"{type(obj).__name__} cannot be serialised: {error}") from error

@@ -156,6 +156,19 @@ def test_what_mpi_refuses_is_no_wrong_value(tmp_path: pathlib.Path) -> None:
     assert job.output.count("True") == 1, job.output
 
 
+def test_an_init_that_fails_after_the_ranks_have_met_is_not_taken_for_done(tmp_path) -> None:
+    script = """
+        import hvd_keras as hvd
+        for _ in range(2):
+            try:
+                hvd.init()
+            except ValueError as error:
+                print("refused:", error)
+        """
+    job = ranks.run_script(tmp_path, 2, script, HVD_TIMELINE=str(tmp_path / "no/file"))
+    assert job.output.count("refused: ") == 4, job.output
+
+
 def test_another_backend_of_keras_is_named() -> None:
     job = subprocess.run(
         [sys.executable, "-c", "import hvd_keras as hvd; hvd.init()"],

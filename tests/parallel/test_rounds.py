@@ -412,7 +412,7 @@ def refused(match: str, make: Callable[[], Any], error: Any = ValueError) -> Non
 
 
 @two
-def test_arguments_that_exclude_each_other() -> None:
+def test_arguments_that_exclude_each_other(monkeypatch) -> None:
     def distribute(optimizer: Any = None, **options: Any) -> Any:
         optimizer = optimizer or optimizers.SGD(0.1)
         return hvd.DistributedOptimizer(optimizer, **{"sync_every": 3, **options})
@@ -433,7 +433,10 @@ def test_arguments_that_exclude_each_other() -> None:
     outer = optimizers.SGD(0.7, gradient_accumulation_steps=2)
     refused("must not have gradient_accum", lambda: distribute(fragments=3, outer_optimizer=outer))
     refused("inner_process_set is 'rack'", lambda: distribute(inner_process_set="rack"))
-    everywhere = distribute(inner_process_set="host")  # there is one
+    told: list[str] = []
+    monkeypatch.setattr(log, "warn_once", told.append)
+    everywhere = distribute(inner_process_set="host", outer_optimizer=nesterov())  # there is one
+    assert ["outer_optimizer does nothing" in text for text in told] == [True] * (hvd.rank() == 0)
     everywhere.apply([tf.ones(2)], [keras.Variable([0.0, 0.0])])
     loop = distribute()
     refused("needs the fit of a model", lambda: loop.apply([tf.ones(2)]), RuntimeError)

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
+from hvd_keras.gradients import model_ranks
 from hvd_keras.horovod import elastic
 from hvd_keras.runtime import log, settings
 
@@ -57,6 +58,22 @@ def one_process_with_local_layers(optimizer):
             loss = tf.add_n(losses) / SIZE
         optimizer.apply(tape.gradient(loss, variables), variables)
     return shared.get_weights(), first[RANK].get_weights()
+
+
+def test_slots_of_local_variables_with_similar_names_are_not_broadcast() -> None:
+    names = {"w": 2, "w_2": 3, "shared": 4}
+    variables = [keras.Variable(np.full(n, 1.0 + RANK), name=name) for name, n in names.items()]
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
+    for variable in variables[:2]:
+        optimizer.register_local_var(variable)
+    optimizer.build(variables)
+    optimizer.apply([tf.ones(n) * RANK for n in names.values()])
+    every = [*variables, *optimizer.variables]
+    hvd.broadcast_variables(model_ranks.without_local(every), 0)
+    slots = [float(v[0]) for v in optimizer.variables if "momentum" in v.path]
+    common = np.mean(range(SIZE))
+    own = -0.1 * RANK / SIZE
+    np.testing.assert_allclose(slots, [own, own, -0.1 * common], atol=1e-6)
 
 
 @pytest.mark.cases(1)

@@ -25,6 +25,14 @@ def others():
     assert hvd.remove_process_set(process_set)
 
 
+def test_an_object_that_one_rank_cannot_serialise() -> None:
+    mine = threading.Lock() if RANK == 0 else 1
+    for call in (hvd.broadcast_object, hvd.allgather_object):
+        with pytest.raises(tf.errors.FailedPreconditionError, match="cannot be serialised"):
+            call(mine)
+    assert hvd.allgather_object(RANK) == [*range(SIZE)]
+
+
 def test_place(others) -> None:
     assert others.size() == SIZE - 1
     assert others.included() == (RANK != 0)
