@@ -204,9 +204,9 @@ def warn_of_empty_broadcast(process_set: ProcessSet) -> None:
 
 
 def check_weights(
-    name: str, variables: Sequence[Any], requests: int, process_set: ProcessSet
+    name: str, what: str, variables: Sequence[Any], requests: int, process_set: ProcessSet
 ) -> bool:
-    """Compare the ranks' initial weights.
+    """Compare the ranks' initial weights, or other values.
 
     In ``fit`` a difference is a ValueError on all ranks (with ``HVD_STRICT=0`` a warning). A custom
     loop may broadcast after its first step, as Horovod's documentation advises, so there the error
@@ -214,20 +214,21 @@ def check_weights(
 
     Args:
         name: the name of the optimizer or tape.
-        variables: those that all ranks train and that were not compared before.
+        what: the variables are, in words.
+        variables: those that all ranks have and that were not compared before.
         requests: the number of requests per step for them.
 
     Returns:
         False if the variables have no values yet: a ``tf.function`` initializes the variables that
         it creates after its first trace, and then traces again. True otherwise.
     """
-    gathered = agree.gather_json(f"{name}.weights", _digest(variables), process_set)
+    gathered = agree.gather_json(f"{name}.{what}", _digest(variables), process_set)
     if _NO_VALUES in gathered:
         return False
     if None in gathered or len(set(gathered)) == 1 or _alone_on_purpose.get():
         return True
     text = (
-        f"the {process_set.size()} ranks began to train with different weights, so each of them "
+        f"the {process_set.size()} ranks began to train with different {what}, so each of them "
         "trains a different model. "
     )
     text += (

@@ -127,6 +127,10 @@ class GradientReducer:
         overwritten = agreement.overwrite(gradients, variables, self.name, self.process_set)
         return Step(self, plan, gradients, variables, divided, shared, overwritten)
 
+    def state(self) -> list[Any]:
+        """The variables of the optimizer, if there is one, that all ranks have in common."""
+        return []
+
     def exchange(self, plan: "Plan", gradients: list[Any], variables: list[Any]) -> list[Any]:
         """Exchange the gradients that travel, in the order of the plan."""
         return plan.exchange(gradients, self.options)
@@ -145,7 +149,12 @@ class GradientReducer:
             self.has_local = any(of_ranks)
             requests = len(Plan(self.name, specs, ()).buckets(gradients))
             # Without values yet, a second trace of the function compares again.
-            if missing_calls.check_weights(self.name, new, requests, self.process_set):
+            how = requests, self.process_set
+            are_known = missing_calls.check_weights(self.name, "weights", new, *how)
+            if not self._agreed and not missing_calls.in_fit.get():  # which compares all itself
+                state = "learning rates, or other states of optimizers"
+                are_known &= missing_calls.check_weights(self.name, state, self.state(), *how)
+            if are_known:
                 self._agreed[mine] = specs
                 self._compared.add(*new)
         kinds = agreement.kinds_of(gradients)
@@ -389,6 +398,11 @@ class KerasReducer(GradientReducer):
         step = self.begin(grads, variables)
         with replaced(self, "step", step):
             yield step
+
+    def state(self) -> list[Any]:
+        weights = self.optimizer._trainable_variables
+        known = model_ranks.without_local([*weights, *self.optimizer.variables])
+        return [variable for variable in known if not any(variable is w for w in weights)]
 
     def _apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], **kwargs: Any) -> Any:
         """Replace ``Optimizer.apply_gradients``, which calls ``apply``."""

@@ -141,10 +141,11 @@ def mpi_version() -> str:
 
 def tensorflow_folders() -> dict[str, pathlib.Path]:
     """The folders with the TensorFlow ops, by TensorFlow's version (``"2.21"``), oldest first."""
+    # Those of the package are of one build with the core, so they come last and count.
     roots = [user_folder(), *(pathlib.Path(folder) / "native" for folder in hvd_keras.__path__)]
     found = {
         library.parent.name.removeprefix("tf"): library.parent
-        for root in reversed(roots)
+        for root in roots
         for library in root.glob("tf*/libhvd_tensorflow.so")
     }
     return dict(sorted(found.items(), key=lambda item: [int(n) for n in item[0].split(".")]))

@@ -302,7 +302,7 @@ class Reducer:
         described = specs.describe_optimizer(self._optimizer)
         specs.check_described(f"{self.name}.options", described, self.process_set)
         requests = 1 + len(specs.in_buckets(shown))
-        missing_calls.check_weights(self.name, shown, requests, self.process_set)
+        missing_calls.check_weights(self.name, "weights", shown, requests, self.process_set)
         missing_calls.mark_reduced(shown)
         self._compared.add(numbers)
         return True

@@ -36,13 +36,15 @@ for batch in range(200):
     time.sleep(0.01)
 """
 
+TAPE = "    tape = hvd.DistributedGradientTape(tape)\n"
+ALONE = LOOP.replace(TAPE, "")
 # The loss that is logged is exchanged, but not the gradients.
-NO_TAPE = LOOP.replace("    tape = hvd.DistributedGradientTape(tape)\n", "")
-NO_TAPE = NO_TAPE.replace(
-    "    optimizer.apply", "    mean = hvd.allreduce(loss)\n    optimizer.apply"
+NO_TAPE = ALONE.replace("    optimizer.", "    mean = hvd.allreduce(loss)\n    optimizer.")
+EAGER = ALONE.replace("@tf.function\n", "").replace("return loss", "return hvd.allreduce(loss)")
+OTHER_RATES = ALONE.replace(
+    "keras.optimizers.SGD(0.01)",
+    "hvd.DistributedOptimizer(keras.optimizers.SGD(0.01 * (1 + hvd.rank())))",
 )
-EAGER = LOOP.replace("    tape = hvd.DistributedGradientTape(tape)\n", "")
-EAGER = EAGER.replace("@tf.function\n", "").replace("return loss", "return hvd.allreduce(loss)")
 BUILT = "model(x)\nhvd.broadcast_variables(model.variables, 0)\n"
 
 # What hvd_keras reduces for the first model says nothing about the second.
@@ -87,6 +89,11 @@ DIFFERENT = "began to train with different weights"
             + LOOP,
             DIFFERENT,
             id="changed after the broadcast, loop",
+        ),
+        pytest.param(
+            BUILT + OTHER_RATES,
+            "began to train with different learning rates",
+            id="other rates, loop",
         ),
         pytest.param(
             f"{BUILT}{LOOP}model = keras.models.clone_model(model)\n{LOOP}",
