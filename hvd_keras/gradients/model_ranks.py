@@ -6,27 +6,17 @@ attribute ``_hvd_reducer`` of the model's optimizers.
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hvd_keras.gradients import shards
 from hvd_keras.runtime.keras import innermost, keras, optimizer_classes
 from hvd_keras.runtime.process_sets import ProcessSet
-from hvd_keras.runtime.reductions import ReduceOp
+
+if TYPE_CHECKING:  # it imports this module
+    from hvd_keras.gradients.reducer import GradientReducer
 
 
-class Reducer(Protocol):
-    """What reduces the gradients of a distributed optimizer, as ``reducer.GradientReducer``."""
-
-    name: str
-    process_set: ProcessSet
-    op: ReduceOp
-    is_sharded: bool
-    averages_rows: bool
-    options: Any  # agreement.ExchangeOptions
-    rounds: Any  # training.rounds.Rounds, if the ranks average weights; else None
-
-
-def reducer_of(optimizer: Any) -> Reducer | None:
+def reducer_of(optimizer: Any) -> "GradientReducer | None":
     """The reducer of a distributed optimizer, also inside a LossScaleOptimizer; else None."""
     return getattr(innermost(optimizer), "_hvd_reducer", None)
 
@@ -62,7 +52,7 @@ def optimizers_of(model: Any) -> list[Any]:
     return list(found.values())
 
 
-def reducers_of(model: Any) -> list[Reducer]:
+def reducers_of(model: Any) -> "list[GradientReducer]":
     """Return the reducers of a model's distributed optimizers."""
     reducers = map(reducer_of, optimizers_of(model))
     return list({id(r): r for r in reducers if r is not None}.values())

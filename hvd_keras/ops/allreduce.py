@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from hvd_keras.ops import validate
 from hvd_keras.ops.reduction import Compression, Compressor, check_reducible, wire_dtype
-from hvd_keras.ops.slices import name_of_slices, reduce_slices
+from hvd_keras.ops.slices import reduce_slices
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.runtime.reductions import Adasum, Average, ReduceOp, Sum, chosen
@@ -139,7 +139,7 @@ def grouped_allreduce(
     validate.check("allreduce", process_set)
     name = validate.name("allreduce", name, process_set)
     only_slices = bool(tensors) and all(isinstance(x, tf.IndexedSlices) for x in tensors)
-    request = ("allgather", name_of_slices(name)) if only_slices else ("allreduce", name)
+    request = ("allgather", f"{name}.slices") if only_slices else ("allreduce", name)
     with validate.on_all_ranks(*request, process_set):
         validate.check_average(average)
         validate.check_compression("allreduce", compression)

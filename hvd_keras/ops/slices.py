@@ -8,11 +8,6 @@ from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.runtime.reductions import Average, ReduceOp
 
 
-def name_of_slices(name: str) -> str:
-    """Return the name under which the slices of an allreduce are gathered."""
-    return f"{name}.slices"
-
-
 def reduce_slices(
     slices: list[tf.IndexedSlices],
     compression: type[Compressor],
@@ -31,7 +26,7 @@ def reduce_slices(
         compression: how the values are sent.
         reduction: ``Average`` or ``Sum``.
         factor: multiplies the values, in addition to the division of an average.
-        name: the name of the allreduce.
+        name: the name of the allreduce; that of the gathering ends with ``.slices``.
     """
     scale = factor / process_set.size() if reduction is Average else factor
 
@@ -49,7 +44,7 @@ def reduce_slices(
     gathered = validate.raw.hvd_allgather(
         parts,
         note=f"{reduction.value} factor={scale!r}",
-        tensor_name=name_of_slices(name),
+        tensor_name=f"{name}.slices",
         process_set=process_set.id(),
     )
     results = []
