@@ -117,7 +117,7 @@ def cancel(requests: Requests, error: BaseException) -> BaseException:
     first = next((one for one in failures if one["is_own"]), None)
     if first is None or not _follows(error):
         return error
-    kind = tf.errors.exception_type_from_error_code(first["code"])
+    kind = tf.compat.v1.errors.exception_type_from_error_code(first["code"])
     text = f"{first['text']}\n(On rank {first['rank']}, in its rows of the step.)"
     return kind(None, None, text)  # type: ignore[no-any-return]
 

@@ -178,8 +178,6 @@ def _of_mpi4py() -> Iterator[Library]:
 def _of_system() -> Iterator[Library]:
     if mpirun := shutil.which("mpirun") or shutil.which("mpiexec"):
         yield from beside(mpirun)
-    folders = [
-        folder for folder in settings.variable("LD_LIBRARY_PATH").split(os.pathsep) if folder
-    ]
+    folders = list(filter(None, settings.variable("LD_LIBRARY_PATH").split(os.pathsep)))
     folders += ["/usr/local/lib", f"/usr/lib/{platform.machine()}-linux-gnu", "/usr/lib64"]
     yield from _in_folders(folders, "of the system")
