@@ -31,7 +31,8 @@ OTHERS = {
     "cuda_bf16.h": "",
     "cuda_fp8.h": "",
 }
-SOURCES = ["tests/gpu/abi.cc", "native/core/gpu/nccl_api.cc", "native/core/gpu/gpu_library.cc"]
+SOURCES = ["tests/gpu/abi.cc", "native/core/base/threads.cc"]
+SOURCES += [f"native/core/gpu/{name}.cc" for name in ("nccl_api", "gpu_library")]
 
 
 def headers_of(wheel: str, folder: pathlib.Path) -> None:

@@ -95,7 +95,8 @@ def check_cell(optimizer: str, option: str, eagerly: bool = False) -> None:
         with pytest.raises(ValueError, match=f"not possible for {optimizer}.*{REFUSED[optimizer]}"):
             hvd.DistributedOptimizer(make(), shard_state=True)
         return
-    result = assert_bit_equal(make, eagerly=eagerly)
+    # In graphs, TensorFlow moves factors such as the norm's, and so rounds elsewhere.
+    result = assert_bit_equal(make, eagerly=eagerly or option == "global_clipnorm")
     if SIZE > 1 and optimizer != "SGD":
         assert any(v.shape == (0,) for v in result.variables), "has all slots"
 
