@@ -258,4 +258,7 @@ def load_model(
 ) -> Any:
     """``hvd_keras.load_model``; needs no ``legacy_opts``: the file names the optimizer's class."""
     del legacy_opts
-    return model_files.load_model(filepath, custom_optimizers, custom_objects, compression)
+    model = model_files.load_model(filepath, custom_optimizers, custom_objects, compression)
+    for reducer in model_ranks.reducers_of(model):
+        reducer.averages_rows = False  # as DistributedOptimizer
+    return model
