@@ -77,7 +77,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             all others are in an average.
         shard_state: each rank holds 1/N of the optimizer's slots: each variable has one rank that
             updates it and gives its values to all. The weights are those of a training without,
-            bit for bit on CPUs (with ``global_clipnorm`` in graphs, up to rounding). See docs/embeddings.md.
+            bit for bit on CPUs (with ``global_clipnorm`` in graphs, up to rounding). See
+            docs/embeddings.md.
         sync_every: for slow networks: each rank makes so many updates of its own, from common
             weights, before anything is exchanged. Then the mean of the ranks' weights is common
             (LocalSGD), and of moving statistics and averages; an epoch's end, too, is such a sync,

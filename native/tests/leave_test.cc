@@ -186,7 +186,7 @@ std::unique_ptr<Engine> engine_with_deadline(double seconds) {
 void the_deadline_names_who_is_missing() {
   auto engine = engine_with_deadline(1.5);
   if (size > 1) {
-    if (is_last()) std::this_thread::sleep_for(std::chrono::seconds(3));
+    if (is_last()) std::this_thread::sleep_for(std::chrono::seconds(6));
     Call call(Kind::allreduce, "late");
     call.add(DType::float32, {4}).submit(*engine);
     call.expect_error(

@@ -49,6 +49,9 @@ class Launcher:
         self.temporary.mkdir()
         self.environment = {k: v for k, v in os.environ.items() if k not in THREAD_VARIABLES}
         self.environment["TMPDIR"] = str(self.temporary)
+        # As in an active environment: Debian has no python, only python3.
+        folders = (os.path.dirname(sys.executable), os.environ["PATH"])
+        self.environment["PATH"] = os.pathsep.join(folders)
         self.watchdogs: list[threading.Timer] = []
         self.options = ["--no-init"]  # most scripts need no hvd_keras
         self.forks = False  # whether ranks that import Keras are forks of what has

@@ -89,6 +89,8 @@ class Slurm:
             with contextlib.suppress(AssertionError):  # it has ended
                 host.signal(daemon, 9)
             daemon.wait(timeout=LIMIT)
+        for host in self.hosts:  # the last step's daemon may still be about to end
+            host.clear()
 
     def _start(self) -> None:
         folder = self._folder

@@ -30,15 +30,15 @@ except tf.errors.OpError as error:
     ("fault", "texts"),
     [
         (
-            "raise ValueError('no data')",
-            ["rank 0 heard: AbortedError", "rank 1 has left the job: ValueError: no data"],
-        ),
-        (
             "time.sleep(6)",
             [
                 "rank 0 heard: DeadlineExceededError",
                 "waits for allreduce 'gradient', which rank 1",
             ],
+        ),
+        (
+            "raise ValueError('no data')",
+            ["rank 0 heard: AbortedError", "rank 1 has left the job: ValueError: no data"],
         ),
     ],
 )

@@ -224,7 +224,7 @@ def test_fewer_variables_than_ranks() -> None:
     assert_bit_equal(made("Nadam", global_clipnorm=0.1), lambda: variables([(3,)]), eagerly=True)
 
 
-@pytest.mark.skipif(SIZE < 3, reason="needs a set of some ranks")
+@pytest.mark.ranks(3)
 def test_process_sets() -> None:
     some = hvd.add_process_set(range(1, SIZE))
     if some.included():

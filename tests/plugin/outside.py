@@ -126,7 +126,9 @@ class _Job:
         if failed:
             ranks.end(self._process)
             raise _RanksFailedError("\n".join(failed))
-        if lines and all(line["outcome"] == "skipped" for line in lines):
+        if not lines:
+            raise _RanksFailedError(f"no case of {item.name} has run")
+        if all(line["outcome"] == "skipped" for line in lines):
             pytest.skip(lines[0]["text"])
         if item is self._last and self._writes_page:
             expected = (ROOT / "docs" / PAGE).read_text()

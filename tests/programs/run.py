@@ -241,7 +241,8 @@ def main() -> int:
                 f"  {json.dumps(short)}", *(text[:500] for text in told[:6]), sep="\n  ", flush=True
             )
         print(f"until seed {[*specs][-1]}: {dict(counts)}", flush=True)
-    return min(counts["differ"], 1)
+    # Some programs diverge alone; if many do, the generator is broken.
+    return int(counts["differ"] > 0 or 5 * counts["prove nothing"] > counts["programs"])
 
 
 if __name__ == "__main__":

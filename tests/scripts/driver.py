@@ -1,6 +1,6 @@
 """Runs ordinary Keras scripts as users run them: with one process, and with two ranks.
 
-    python tests/scripts/driver.py [-v] [NAME...]
+    python tests/scripts/driver.py [NAME...]
 
 Each script is one file in a folder beside this one. Its docstring contains, one per line:
 

@@ -304,7 +304,10 @@ int run_case(const Case& one, int calls, int code) {
       failed |= !message.empty();
       if (!message.empty()) CHECK_CONTAINS(message, one.function);
     }
-    CHECK(failed || one.may_be_harmless);
+    // Later polls may come when all is done.
+    const bool is_poll = std::strcmp(one.function, "ncclCommGetAsyncError") == 0 ||
+                         std::strcmp(one.function, "cudaEventQuery") == 0;
+    CHECK(failed || one.may_be_harmless || (is_poll && calls > 0));
   } else {
     CHECK_CONTAINS(why[0], one.named ? one.named : one.function);
     for (const Outcome& outcome : outcomes) {

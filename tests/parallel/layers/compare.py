@@ -95,9 +95,11 @@ def outcome(kind: str, of: str, text: str, reduction: str) -> str:
     finally:
         log.warn_once = before
     told += [str(warning.message) for warning in caught]
-    if any(words in line for line in told for words in ("from other rows", "MetricAverage")):
+    is_told = any(w in line for line in told for w in ("from other rows", "MetricAverage"))
+    if is_told and result in ("=", "differs"):
         result = "told"
-    return agree.gather_json("outcome", result)[0]
+    results = agree.gather_json("outcome", result)
+    return next((text for text in results if ": " in text), results[0])  # an error of any rank
 
 
 def _compared(kind: str, of: str, text: str, reduction: str) -> str:
