@@ -96,11 +96,12 @@ def _check_update(optimizer: Any, gradients: list[Any], variables: list[Any]) ->
         "alone on purpose, write: with hvd.local_fit(): ..."
     )
     if not first_steps_are_local or in_fit.get() or not variables:
-        from hvd_keras import ops
-
         # A graph may apply what the script has reduced outside of it; that cannot be seen.
-        is_here = in_fit.get() or is_eager() or any(_noted(v) is graph() for v in variables)
-        parts = is_here or not ops.has_reduced()
+        parts = in_fit.get() or is_eager() or any(_noted(v) is graph() for v in variables)
+        if not parts:
+            from hvd_keras import ops
+
+            parts = not ops.has_reduced()
         tell(text, global_process_set, RuntimeError, parts=parts)
         _told_alone.add(*variables)
         return

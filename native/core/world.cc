@@ -244,7 +244,7 @@ void World::remove_process_set(int id) {
     const Watchdog watchdog(
         settings_, settings_.timeout_seconds,
         "hvd.remove_process_set() waits for another rank, which does not go on.");
-    set.engine->announce_leaving("the process set was removed");
+    set.engine->announce_leaving("removed the process set");
     const bool all_left = set.engine->leave(-1) == Engine::LeaveResult::all_left;
     process_sets().remove(id);
     if (all_left) return set.engine->close();
@@ -258,10 +258,15 @@ Engine::LeaveResult World::leave(const std::string& reason, double seconds) {
   std::vector<std::shared_ptr<Engine>> engines = process_sets().engines();
   recorder_->note_end();
   recorder_->trace(-1);  // no rank has left before all have closed theirs
-  for (const auto& engine : engines) engine->announce_leaving(reason);
-  // The worst result of all sets.
+  recorder_->flight().leaving(reason);
+  for (const auto& engine : engines) engine->announce_leaving("left the job: " + reason);
+  // The worst result of all sets, which share the time.
   Engine::LeaveResult result = Engine::LeaveResult::all_left;
-  for (const auto& engine : engines) result = std::max(result, engine->leave(seconds));
+  const auto start = Clock::now();
+  for (const auto& engine : engines) {
+    const double rest = seconds < 0 ? seconds : std::max(0.0, seconds - seconds_since(start));
+    result = std::max(result, engine->leave(rest));
+  }
   all_left_together_ = result == Engine::LeaveResult::all_left;
   if (all_left_together_) {
     process_sets().clear();

@@ -187,11 +187,13 @@ class ReadRecordsKernel : public OpKernel {
           break;
       }
       std::shared_ptr<const File> file;
-      OP_REQUIRES_OK(c, open(files(first), paths(files(first)), &file));
+      OP_REQUIRES_OK(c, open(paths(files(first)), &file));
       std::vector<iovec> parts;
       std::vector<std::array<char, kHeader + kFooter>> frames(end - first);
       for (int64_t i = first; i < end; ++i) {
         char* const frame = frames[i - first].data();
+        OP_REQUIRES(c, lengths(i) >= kHeader + kFooter,
+                    file->damaged(offsets(i), "a wrong length in the index"));
         records(i).resize_uninitialized(lengths(i) - kHeader - kFooter);
         parts.push_back({frame, kHeader});
         parts.push_back({records(i).data(), records(i).size()});
@@ -210,9 +212,9 @@ class ReadRecordsKernel : public OpKernel {
   }
 
  private:
-  absl::Status open(int64_t number, const std::string& path, std::shared_ptr<const File>* file) {
+  absl::Status open(const std::string& path, std::shared_ptr<const File>* file) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = files_.find(number);
+    const auto found = files_.find(path);
     if (found != files_.end()) {
       *file = found->second;
       return absl::OkStatus();
@@ -220,12 +222,12 @@ class ReadRecordsKernel : public OpKernel {
     *file = std::make_shared<const File>(path);
     TF_RETURN_IF_ERROR((*file)->opened());
     if (files_.size() >= kFiles) files_.clear();  // who reads now keeps its own
-    files_[number] = *file;
+    files_[path] = *file;
     return absl::OkStatus();
   }
 
   std::mutex mutex_;
-  std::map<int64_t, std::shared_ptr<const File>> files_;
+  std::map<std::string, std::shared_ptr<const File>> files_;
 };
 
 REGISTER_KERNEL_BUILDER(Name("HvdRecordOffsets").Device(tensorflow::DEVICE_CPU),

@@ -33,11 +33,8 @@ def test_a_failing_rank_ends_the_others(hvdrun):
 
 
 def test_a_killed_rank_is_named_with_its_signal(hvdrun):
-    done = hvdrun.python(
-        3,
-        f"print(rank)\nmeet(3)\nif rank == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
-        f"time.sleep({FOREVER})",
-    )
+    code = "print(rank)\nmeet(3)\nif rank == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
+    done = hvdrun.python(3, f"{code}time.sleep({FOREVER})")
     assert done.returncode == 128 + signal.SIGKILL
     assert sorted(done.stdout.splitlines()) == ["[0] 0", "[1] 1", "[2] 2"]
     assert done.stderr.startswith(

@@ -42,6 +42,32 @@ def test_a_signal_to_all_processes_of_the_job_ends_none(hvdrun):
     assert process.wait(timeout=LIMIT) == 0, process.stderr.read()
 
 
+def test_ranks_that_are_stopped_together_go_on(hvdrun):
+    """For longer than a rank waits for others, as batch systems do with a job that they suspend."""
+    hvdrun.environment["HVD_TIMEOUT_SECONDS"] = hvdrun.environment["HVD_FIRST_TIMEOUT_SECONDS"] = (
+        "4"
+    )
+    process = hvdrun.start(
+        2,
+        """
+        import hvd_keras as hvd
+        hvd.init()
+        hvd.allreduce([1.0])
+        print("ready", os.getpid())
+        while rank == 0 and not os.path.exists("go"): time.sleep(0.05)
+        print(hvd.allreduce([rank + 1.0], op=hvd.Sum).numpy())
+        """,
+    )
+    pids = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
+    for number, seconds in (signal.SIGSTOP, 6), (signal.SIGCONT, 1):
+        for pid in pids:
+            os.kill(pid, number)
+        time.sleep(seconds)
+    (hvdrun.folder / "go").touch()
+    out, err = process.communicate(timeout=LIMIT)
+    assert (sorted(out.splitlines()), process.returncode) == (["[0] [3.]", "[1] [3.]"], 0), err
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_all_ranks(hvdrun, number):
     process = hvdrun.start_ready(2, f"print('ready')\ntime.sleep({FOREVER})")

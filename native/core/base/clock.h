@@ -9,6 +9,10 @@ namespace hvd {
 using Clock = std::chrono::steady_clock;
 using Seconds = std::chrono::duration<double>;
 
+// A thread that waits but takes no turn for so long was stopped. It does not blame the others for
+// that: what they have sent may arrive now.
+constexpr double kStoppedSeconds = 0.5;
+
 inline double seconds_since(Clock::time_point start) {
   return Seconds(Clock::now() - start).count();
 }

@@ -15,8 +15,7 @@
 // Agreements, with small sums, go the same way: through shared memory to the first rank of each
 // host, between these, and back. So do broadcasts and small allgathers. Reducescatter and allgather
 // work likewise, too: each rank has a partner on each other host, and each host sends its sum of a
-// piece, or a piece, once. Alltoall goes over MPI, from rank to rank, but its numbers of rows from
-// host to host.
+// piece, or a piece, once. Alltoall goes over MPI, from rank to rank.
 #pragma once
 
 #include <deque>
@@ -61,6 +60,10 @@ class ClusterTransport : public KindTransport {
   void exchange(const std::vector<Part>& sent, const std::vector<Part>& received) override {
     mpi_->exchange(sent, received);
   }
+  std::vector<int64_t> exchange_numbers(const std::vector<int64_t>& mine,
+                                        const Waiting& waiting) override {
+    return mpi_->exchange_numbers(mine, waiting);
+  }
   std::string reduce(const std::string& mine, const Combine& combine,
                      const Waiting& waiting) override {
     return mpi_->reduce(mine, combine, waiting);
@@ -69,8 +72,6 @@ class ClusterTransport : public KindTransport {
   // In cluster_collectives.cc.
   void reducescatter(const Request& request, size_t i) override;
   void gather_bytes(const void* mine, const std::vector<int64_t>& sizes, void* all) override;
-  std::vector<int64_t> exchange_numbers(const std::vector<int64_t>& mine,
-                                        const Waiting& waiting) override;
 
  private:
   struct Shared;

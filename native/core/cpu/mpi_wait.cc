@@ -21,10 +21,6 @@ namespace {
 constexpr double kSpinSeconds = 200e-6;
 constexpr double kMaxSleepSeconds = 1e-3;
 
-// A thread that takes no turn for so long was stopped. It does not blame the others for that: what
-// they have sent may arrive now.
-constexpr double kStoppedSeconds = 0.5;
-
 // By which answers to a call of the roll may be late.
 constexpr double kLateAnswerSeconds = 2.0;
 

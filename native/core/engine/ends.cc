@@ -38,7 +38,6 @@ void Engine::announce_leaving(const std::string& reason) {
   leaving_ = true;
   queue_changed_ = Clock::now();
   reason_ = reason;
-  history_.flight().leaving(reason);
   changed_.notify_all();
 }
 

@@ -82,6 +82,7 @@ void Recorder::served(const std::string& kind, const std::string& name, const Se
   if (trace_ < 0) return;
   Served line = event;
   (kind + " " + name).copy(line.title, sizeof line.title);
+  errno = ENOSPC;  // of a write that is not whole
   if (write(trace_, &line, sizeof line) == sizeof line) return;
   log(LogLevel::error, std::string("the timeline ends here: ") + std::strerror(errno));
   close(trace_);

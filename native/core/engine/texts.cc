@@ -156,8 +156,7 @@ Texts::Texts(const Decision& decision, const Digest& all, const Report& mine) {
     return !std::binary_search(all.left.begin(), all.left.end(), head.first);
   });
   say(all.leaving && waits ? std::optional<std::string>("") : std::nullopt);
-  say(mine.leaving ? std::optional("left the job: " + mine.reason + " (on " + mine.host + ")")
-                   : std::nullopt);
+  say(mine.leaving ? std::optional(mine.reason + " (on " + mine.host + ")") : std::nullopt);
   say(queue_of(mine));
 }
 

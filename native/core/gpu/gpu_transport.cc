@@ -275,7 +275,7 @@ void GpuTransport::neutral_request_on(Gpu& gpu, Request& request, std::vector<Me
 
 bool GpuTransport::by_nccl(const Request& request) const {
   return nccl_ && backend_of(settings_, request.kind) == GpuBackend::nccl &&
-         NcclCollectives::can(request);
+         NcclCollectives::can(request, size());
 }
 
 // Once per process set: compares the ranks' GPUs, NCCL versions and settings.

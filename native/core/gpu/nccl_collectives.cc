@@ -1,12 +1,19 @@
 #include "core/gpu/nccl_collectives.h"
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 
 #include "core/math/loops.h"
 #include "core/request/collectives.h"
 
 namespace hvd {
+namespace {
+
+// Of float16, with all its 11 bits.
+constexpr double kLeastHalf = 1.0 / 16384, kMostHalf = 65504;
+
+}  // namespace
 
 // What NCCL calls the reduction of a request, factors included, for one dtype.
 class NcclCollectives::Operation {
@@ -42,7 +49,7 @@ class NcclCollectives::Operation {
   bool made_ = false;
 };
 
-bool NcclCollectives::can(const Request& request) {
+bool NcclCollectives::can(const Request& request, int size) {
   const auto known = {Kind::allreduce, Kind::broadcast,     Kind::allgather,
                       Kind::alltoall,  Kind::reducescatter, Kind::reduce};
   if (std::find(known.begin(), known.end(), request.kind) == known.end()) return false;
@@ -50,9 +57,15 @@ bool NcclCollectives::can(const Request& request) {
   if (request.reduction == Reduction::adasum) return false;
   if (request.wire != DType::float64) return false;  // NCCL does not round
   const bool sums = request.reduction == Reduction::sum || request.reduction == Reduction::average;
-  if (!sums && (request.prescale != 1.0 || request.postscale != 1.0)) return false;
-  return std::all_of(request.inputs.begin(), request.inputs.end(),
-                     [](const Input& input) { return nccl_dtype(input.dtype) >= 0; });
+  const bool scales = request.prescale != 1.0 || request.postscale != 1.0;
+  if (!sums && scales) return false;
+  // It rounds a factor to the dtype, of which float16 would make 0 or infinity.
+  double factor = std::abs(request.prescale * request.postscale);
+  if (request.reduction == Reduction::average) factor /= size;
+  const bool is_half = !scales || (factor >= kLeastHalf && factor <= kMostHalf);
+  return std::all_of(request.inputs.begin(), request.inputs.end(), [&](const Input& input) {
+    return nccl_dtype(input.dtype) >= 0 && (is_half || input.dtype != DType::float16);
+  });
 }
 
 Status NcclCollectives::run(Request& request, const Waiting& waiting, const Pause& pause,

@@ -18,7 +18,7 @@ class NcclCollectives {
       : communicator_(communicator), host_(host), stream_(stream) {}
 
   // Whether NCCL computes this at all: not Adasum, 16-bit integers, or scaled minima.
-  static bool can(const Request& request);
+  static bool can(const Request& request, int size);
 
   // All ranks call this for the same request. Calls `allocated` after the outputs are allocated,
   // before their use.

@@ -118,7 +118,7 @@ class Job {
     think();
     reasons_[r] = reason;
     Engine::LeaveResult result = Engine::LeaveResult::all_left;
-    for (const auto& engine : engines) engine->announce_leaving(reason);
+    for (const auto& engine : engines) engine->announce_leaving("left the job: " + reason);
     for (const auto& engine : engines) result = std::max(result, engine->leave(5));
     simulation_.trace("leaves: " + std::to_string(static_cast<int>(result)));
     all_left_ += result == Engine::LeaveResult::all_left;

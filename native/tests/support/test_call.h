@@ -117,7 +117,7 @@ inline std::unique_ptr<Engine> new_engine(const Settings& settings = {}) {
 }
 
 inline Engine::LeaveResult leave(Engine& engine, const std::string& reason, double seconds) {
-  engine.announce_leaving(reason);
+  engine.announce_leaving("left the job: " + reason);
   return engine.leave(seconds);
 }
 

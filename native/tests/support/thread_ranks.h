@@ -33,7 +33,7 @@ inline void on_all_ranks(const Settings& settings, const std::function<void(Engi
 }
 
 inline LeaveResult leave(Engine& engine, const std::string& reason) {
-  engine.announce_leaving(reason);
+  engine.announce_leaving("left the job: " + reason);
   return engine.leave(-1);
 }
 
