@@ -87,10 +87,11 @@ class Embeddings(keras.layers.Layer):  # type: ignore[misc]
         self.autocast = False
         self.supports_jit = False
         self.supports_masking = any(t.supports_masking for t in tables.values())
-        # Each table had a plan for itself alone.
+        # Each table had a plan for itself alone. One that has its values stays as it is.
         chosen = layouts(self._sizes(), self.process_set.size())
         for table, layout in zip(tables.values(), chosen, strict=True):
-            table.set_layout(layout)
+            if not table.built:
+                table.set_layout(layout)
 
     def plan(self) -> str:
         """Which rank holds what, as a text of one line per table: MB, and share of the lookups."""

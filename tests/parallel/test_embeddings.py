@@ -262,6 +262,15 @@ def test_many_tables_with_one_exchange() -> None:
         assert counts() - before == 3 * STEPS, "ids, rows and gradients, once in each step"
 
 
+def test_tables_that_have_their_values_keep_them() -> None:
+    """Together they would be divided otherwise than each alone."""
+    values = [np.arange(rows * 32.0).reshape(-1, 32) for rows in (80_000, 10_000)]
+    tables = {str(len(v)): hvd.layers.Embedding(len(v), 32, weights=[v]) for v in values}
+    found = hvd.layers.Embeddings(tables)({name: tf.constant([1 + RANK]) for name in tables})
+    for rows, whole in zip(found.values(), values, strict=True):
+        np.testing.assert_array_equal(rows, whole[[1 + RANK]])
+
+
 def counts() -> int:
     return hvd.stats()["collectives"].get("alltoall", {"requests": 0})["requests"]
 
