@@ -60,8 +60,6 @@ def fit(
         if own is not None and several:
             runs = keras_callbacks.edited(own, runs)
             process_set = own.process_set
-            if process_set.rank() == 0:
-                runs = [*runs, progress.Payoff(process_set.size())]
             if (averaging := model_ranks.step_set_of(model) or process_set).size() > 1:
                 _weigh(stack, backend, model, averaging, "train_step")
             stack.enter_context(keras_callbacks.on_leader_alone(callbacks, process_set, own))

@@ -1,4 +1,4 @@
-"""Keeps how far a ``fit`` is, for hvdrun; says at the end if one process would be as fast."""
+"""Keeps how far a ``fit`` is, for hvdrun."""
 
 import time
 from collections.abc import Callable
@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from hvd_keras import observe
-from hvd_keras.runtime import log
 from hvd_keras.runtime.keras import keras
 
 
@@ -71,72 +70,3 @@ class Progress(keras.callbacks.Callback):  # type: ignore[misc]
             now["gpu_bytes"] = gpu_bytes
         observe.training.update(now)
         self._next = time.monotonic() + observe.PERIOD
-
-
-# A shorter fit, or epoch, is not worth a word.
-_SECONDS = 10.0
-_STEPS = 20
-
-
-class Payoff(keras.callbacks.Callback):  # type: ignore[misc]
-    """Says at the end of a ``fit`` on several ranks if one process would be as fast.
-
-    A step without the exchange of gradients is what one process computes for the rows of one rank.
-    For those of all ranks it takes about as many times as long: its host has as many cores.
-
-    Args:
-        size: the number of ranks.
-    """
-
-    _supports_tf_logs = True  # it reads none
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self._size = size
-        self._begin = 0.0  # of the fit, seconds
-        # Of an epoch: the time and all exchange after its first step, and the number of that.
-        self._since: tuple[float, float, int] | None = None
-        self._last = (0.0, 0)  # time and number of the last step
-        self._text = ""
-
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._begin, self._text = time.perf_counter(), ""
-
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        self._last = time.perf_counter(), batch
-        if self._since is None:
-            self._since = self._last[0], _exchanging(), batch
-
-    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._measure()
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._measure()
-
-    def _measure(self) -> None:
-        if self._since is None:  # measured before validation
-            return
-        (begin, exchanged, first), (end, last) = self._since, self._last
-        self._since, self._text, steps = None, "", last - first
-        if steps < _STEPS:
-            return
-        step = (end - begin) / steps
-        exchange = min(step, (_exchanging() - exchanged) / steps)
-        alone = self._size * (step - exchange)
-        if alone < step:
-            self._text = (
-                f"{self._size} ranks take {step * 1e3:.1f} ms a step, {exchange * 1e3:.1f} of them "
-                "for the exchange of gradients; one process takes about "
-                f"{alone * 1e3:.1f} for the same rows. Larger batches or models make several ranks "
-                "pay (docs/performance.md)."
-            )
-
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        if self._text and time.perf_counter() - self._begin > _SECONDS:
-            log.logger.warning(self._text)
-
-
-def _exchanging() -> float:
-    """Seconds that this process has waited for others' tensors, or moved them."""
-    kinds = observe.stats()["collectives"].values()
-    return float(sum(kind["waiting_seconds"] + kind["moving_seconds"] for kind in kinds))
