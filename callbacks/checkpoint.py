@@ -15,7 +15,7 @@ from hvd_keras.callbacks.base import Callback
 from hvd_keras.data.sources import Passes
 from hvd_keras.gradients import model_ranks, shards
 from hvd_keras.runtime import agree, log
-from hvd_keras.runtime.keras import Variable, innermost, is_legacy, replace_values
+from hvd_keras.runtime.keras import Variable, innermost, is_legacy, replace_values, snapshot
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.saving import background, per_rank, resuming, storage
 from hvd_keras.training import preprocessing, variables
@@ -221,8 +221,6 @@ class Checkpoint(Callback):  # type: ignore[misc]
         same_ranks = found.metadata["ranks"] == self._hvd_process_set.size()
         self._refuse_what_does_not_fit(found, own, same_ranks)
         self._assign(found, own)
-        if found.tables:
-            per_rank.restore(self.directory, found.metadata, own, self._hvd_process_set)
         if same_ranks:
             states = found.metadata["random"]  # one, if all ranks had the same
             per_rank.set_random_state(states[self._hvd_process_set.rank() % len(states)])
@@ -235,7 +233,8 @@ class Checkpoint(Callback):  # type: ignore[misc]
         process_set, ranks = self._hvd_process_set, found.metadata["ranks"]
         for i, (variable, described) in enumerate(zip(own, found.stored, strict=True)):
             if str(i) in found.tables:
-                continue  # it is in the ranks' files
+                per_rank.restore(self.directory, found.metadata, i, variable)
+                continue
             value = found.value(i, process_set)
             if described[-1]:
                 # On another number of ranks, only moving statistics, accumulated gradients, seeds
@@ -293,20 +292,26 @@ class Checkpoint(Callback):  # type: ignore[misc]
 
     def _take_over(self, found: per_rank.Found, fit: Fit) -> list[Any]:
         """Give callbacks the state that they had; return the metrics' values for this rank."""
-        metrics, arrays = [], []
+        metrics, kept = [], []
         rank, ranks = self._hvd_process_set.rank(), found.metadata["ranks"]
         for number, described in enumerate(found.more, len(found.stored)):
             path, *_, by_rank = described
+            if path.startswith(per_rank.CALLBACK):
+                weight = self.model.weights[int(path.rpartition(" ")[2])]
+                kept.append(resuming.Kept(path, weight, weight))
+            if str(number) in found.tables:
+                per_rank.restore(self.directory, found.metadata, number, kept[-1])
+                continue
             value = found.value(number, self._hvd_process_set)
             if path.startswith(per_rank.CALLBACK):
-                arrays.append((path, value[rank % len(value)] if by_rank else value))
+                shards.assign(kept[-1], value[rank % len(value)] if by_rank else value)
             elif ranks == self._hvd_process_set.size():
                 metrics.append(value[rank] if by_rank else value)
             else:  # states are sums, of which one rank may have all
                 total = value.sum(axis=0) if by_rank else value * ranks
                 metrics.append(total if rank == 0 else np.zeros_like(total))
         numbers = found.metadata["callbacks"]
-        resuming.set_state(fit.callbacks, numbers[rank % len(numbers)], arrays)
+        resuming.set_state(fit.callbacks, numbers[rank % len(numbers)], kept)
         if metrics:
             fit.backend.build_metrics(fit)
             now = [tuple(v.shape) for v in resuming.metric_variables(self.model)]
@@ -385,11 +390,11 @@ class Checkpoint(Callback):  # type: ignore[misc]
         mine_now = [bool(self.model.stop_training), resuming.numbers_of(callbacks)]
         states = agree.gather_if_different("checkpoint callbacks", mine_now, process_set)
         states = states or [mine_now]
-        arrays = resuming.arrays_of(callbacks, states[0][1])
-        values = [*per_rank.values_of([*own, *metrics]), *(value for _, value in arrays)]
+        kept = resuming.arrays_of(callbacks, states[0][1], self.model)
+        values = [*map(snapshot, [*own, *metrics]), *(array.value for array in kept)]
         # Most variables are equal, by construction: these are written from rank 0 alone.
         equal = self._compared_by_fit()
-        everything = [*own, *metrics, *arrays]
+        everything = [*own, *metrics, *kept]
         differing = per_rank.gather_differing(everything, values, equal, process_set)
         random_state = per_rank.random_state()
         # 13 KB each, and mostly equal: then a hash of each travels, and one state is written.
@@ -397,7 +402,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             "checkpoint random states", random_state, process_set
         )
         path = storage.path_of(self.directory, epoch, batch)
-        tables, parts = per_rank.describe(own), per_rank.parts_of(own, values[: len(own)])
+        tables, parts = per_rank.describe(everything), per_rank.parts_of(everything, values)
         files = per_rank.names_of(path, tables, process_set)
         names = [file.name for file in files]
         metadata: dict[str, Any] = {
@@ -417,7 +422,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         if process_set.rank() == 0:  # the others hold no copy
             names_now = [variable.path for variable in own]
             names_now += [per_rank.METRIC + variable.path for variable in metrics]
-            names_now += [name for name, _ in arrays]
+            names_now += [array.path for array in kept]
             for i, (name, value) in enumerate(zip(names_now, values, strict=True)):
                 # Those of tables are in the parts.
                 value = value.reshape(-1)[:0] if str(i) in tables else value

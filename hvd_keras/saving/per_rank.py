@@ -21,7 +21,6 @@ import numpy as np
 
 from hvd_keras.gradients import shards
 from hvd_keras.runtime import agree
-from hvd_keras.runtime.keras import snapshot
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.saving import storage
 
@@ -139,11 +138,6 @@ def names_of(
     return [path.with_name(name) for name in names]
 
 
-def values_of(own: list[Any]) -> list[Any]:
-    """Return arrays of the values that variables have now, even if these change later."""
-    return list(map(snapshot, own))
-
-
 def parts_of(own: list[Any], values: list[Any]) -> list[storage.Variable]:
     """Return this rank's parts of tables, as rows."""
     found = ((v, shards.of(v), value) for v, value in zip(own, values, strict=True))
@@ -182,29 +176,26 @@ def problem_of(
     return next((text for text in gathered if text is not None), None)
 
 
-def restore(
-    directory: pathlib.Path, metadata: dict[str, Any], own: list[Any], process_set: ProcessSet
-) -> None:
-    """Assign what the files have, of any number of ranks, to parts and to whole variables."""
+def restore(directory: pathlib.Path, metadata: dict[str, Any], index: int, variable: Any) -> None:
+    """Assign what the files have of a table, of any number of ranks, to a part or to the whole."""
     tables, names = metadata["parts"]["tables"], metadata["parts"]["files"]
-    for number, (index, table) in enumerate(tables.items()):
-        variable = own[int(index)]
-        shard = shards.of(variable)
-        # The layout of the ranks that wrote, whose number may have been another one.
-        before = shards.Layout(**{key: table[key] for key in table if key != "shape"})
-        mine = shards.Part(range(before.input_dim), range(before.output_dim))
-        if shard is not None:
-            mine = shard.part
-        values = np.zeros(mine.shape, agree.numpy_dtype(variable.dtype))
-        # A rank opens the files of those whose parts meet its own; on as many ranks, one file.
-        for rank, name in enumerate(names):
-            theirs = before.part(rank)
-            if theirs != mine and shard is not None and before == shard.layout:
-                continue  # no rank needs another's
-            if theirs.rows and theirs.columns and mine.rows and mine.columns:
-                with h5py.File(directory / name, "r") as file:
-                    _copy(file["variables"][f"{number:06d}"], theirs, values, mine)
-        variable.assign(values.reshape(variable.shape))
+    number, table = list(tables).index(str(index)), tables[str(index)]
+    shard = shards.of(variable)
+    # The layout of the ranks that wrote, whose number may have been another one.
+    before = shards.Layout(**{key: table[key] for key in table if key != "shape"})
+    mine = shards.Part(range(before.input_dim), range(before.output_dim))
+    if shard is not None:
+        mine = shard.part
+    values = np.zeros(mine.shape, agree.numpy_dtype(variable.dtype))
+    # A rank opens the files of those whose parts meet its own; on as many ranks, one file.
+    for rank, name in enumerate(names):
+        theirs = before.part(rank)
+        if theirs != mine and shard is not None and before == shard.layout:
+            continue  # no rank needs another's
+        if theirs.rows and theirs.columns and mine.rows and mine.columns:
+            with h5py.File(directory / name, "r") as file:
+                _copy(file["variables"][f"{number:06d}"], theirs, values, mine)
+    variable.assign(values.reshape(variable.shape))
 
 
 def _copy(data: Any, theirs: shards.Part, values: Any, mine: shards.Part) -> None:

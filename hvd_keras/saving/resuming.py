@@ -59,26 +59,42 @@ def numbers_of(callbacks: Sequence[Any]) -> dict[str, Any]:
     return {**{name: _plain(value) for name, value in found.items()}, _SIZES: {"bytes": sizes}}
 
 
-def arrays_of(callbacks: Sequence[Any], numbers: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Return the arrays that ``numbers`` of the first rank counts; empty ones if there are none."""
+class Kept:
+    """A value that a callback keeps of a weight, divided between the ranks as that is.
+
+    Args:
+        path: ends in the weight's number in the model.
+        value: that kept; the weight itself stands for one that ``assign`` will get.
+    """
+
+    def __init__(self, path: str, value: Any, weight: Any) -> None:
+        self.path, self.value = path, value
+        self.dtype, self.shape = value.dtype, tuple(value.shape)
+        if (shard := shards.of(weight)) is not None:
+            shards.mark(self, shard)
+
+    def assign(self, value: Any) -> None:
+        self.value = value
+
+
+def arrays_of(callbacks: Sequence[Any], numbers: dict[str, Any], model: Any) -> list[Kept]:
+    """Return the arrays that ``numbers`` of the first rank counts; weights if there are none."""
     found = {name: getattr(c, attribute) for name, attribute, c in _stateful(callbacks)}
-    pairs = []
+    kept = []
     for name, length in numbers.items():
         if isinstance(length, list):
-            arrays = found.get(name) or [np.zeros(0, "float32")] * length[0]
-            pairs += [(f"{CALLBACK}{name} {i}", np.asarray(a)) for i, a in enumerate(arrays)]
-    return pairs
+            pairs = zip(found.get(name) or model.weights, model.weights, strict=True)
+            for i, (value, weight) in enumerate(pairs):
+                kept.append(Kept(f"{CALLBACK}{name} {i}", np.asarray(value), weight))
+    return kept
 
 
-def set_state(
-    callbacks: Sequence[Any], numbers: dict[str, Any], arrays: Sequence[tuple[str, Any]]
-) -> None:
+def set_state(callbacks: Sequence[Any], numbers: dict[str, Any], arrays: Sequence[Kept]) -> None:
     """Give callbacks a state that ``numbers_of`` and ``arrays_of`` have returned."""
     for name, attribute, callback in _stateful(callbacks):
         value = numbers.get(name)
         if isinstance(value, list):
-            mine = [array for path, array in arrays if path.startswith(f"{CALLBACK}{name} ")]
-            value = mine if all(array.size for array in mine) else None
+            value = [a.value for a in arrays if a.path.startswith(f"{CALLBACK}{name} ")] or None
         if isinstance(value, dict):
             value = value["words"]
         if name in numbers:

@@ -44,6 +44,13 @@ def train(model: Any, saved: Any, *more: Any, epochs: int = 2, of: Any = EVERYON
     model.fit(data, epochs=epochs, verbose=0, shuffle=False, callbacks=[*callbacks, *more])
 
 
+def back_to_the_first() -> list[Any]:
+    """Puts the weights that the first epoch has left back at the end."""
+    number = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(n=epoch))
+    stop = keras.callbacks.EarlyStopping
+    return [number, stop("n", mode="min", patience=9, restore_best_weights=True)]
+
+
 def state_of(model: Any) -> list[np.ndarray]:
     """All variables, of tables the whole."""
     return [
@@ -57,16 +64,19 @@ def assert_equal(one: list[np.ndarray], two: list[np.ndarray]) -> None:
         np.testing.assert_array_equal(a, b)
 
 
-def test_an_interrupted_training_goes_on(directory) -> None:
+@pytest.mark.parametrize("restores_best", [False, True])
+def test_an_interrupted_training_goes_on(directory, restores_best: bool) -> None:
+    more = back_to_the_first if restores_best else list
     keras.utils.set_random_seed(1)
     undisturbed = build()
-    train(undisturbed, None)
+    train(undisturbed, None, *more())
     keras.utils.set_random_seed(1)
     first = build()
+    saved = hvd.callbacks.Checkpoint(directory, save_freq=2)
     with pytest.raises(KeyboardInterrupt):
-        train(first, hvd.callbacks.Checkpoint(directory, save_freq=2), Crash(STEPS + 2))
+        train(first, saved, *more(), Crash(STEPS + 2))
     again = build()
-    train(again, hvd.callbacks.Checkpoint(directory, save_freq=2))
+    train(again, hvd.callbacks.Checkpoint(directory, save_freq=2), *more())
     assert_equal(state_of(again), state_of(undisturbed))
     if RANK == 0:
         names = sorted(path.name for path in directory.iterdir())
@@ -104,19 +114,22 @@ def test_other_numbers_of_ranks(directory) -> None:
     """From all ranks to some, and back."""
     some = hvd.add_process_set(list(range(1, SIZE)))
     model = build()
-    train(model, hvd.callbacks.Checkpoint(directory), epochs=1)
+    train(model, hvd.callbacks.Checkpoint(directory), *back_to_the_first(), epochs=1)
     state = state_of(model)
     there: list[Any] = []
     if some.included():
         fewer = build(some)
         train(fewer, hvd.callbacks.Checkpoint(directory, process_set=some), epochs=1, of=some)
         assert_equal(state_of(fewer), state)
-        train(fewer, hvd.callbacks.Checkpoint(directory, process_set=some), epochs=2, of=some)
+        saved = hvd.callbacks.Checkpoint(directory, process_set=some)
+        train(fewer, saved, *back_to_the_first(), epochs=2, of=some)
         there = state_of(fewer)
+        count = len(fewer.weights)
+        assert_equal(there[:count], state[:count])
         assert any((a != b).any() for a, b in zip(there, state, strict=True)), "it has trained"
     there = hvd.broadcast_object(there, root_rank=1)
     model = build()
-    train(model, hvd.callbacks.Checkpoint(directory), epochs=2)
+    train(model, hvd.callbacks.Checkpoint(directory), *back_to_the_first(), epochs=2)
     assert_equal(state_of(model), there)
     hvd.remove_process_set(some)
 
