@@ -106,7 +106,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         self._epoch = 0
         self._batches = 0  # done in this epoch
         self._rate: float | None = None  # the learning rate that the script sets
-        self._fits: list[int] = []  # the epochs of each fit with this instance
+        self._fits: list[int] = []  # the epochs of each fit with this instance that has ended
         self._passes: Sequence[Passes] = ()  # of this fit's data
         self._writing = background.Background(process_set)
 
@@ -133,15 +133,14 @@ class Checkpoint(Callback):  # type: ignore[misc]
         self._rate = _rate(self.model.optimizer)
         self._passes = fit.passes
         self._tell_what_is_read_again(fit)
-        self._fits.append(epochs)
         for optimizer in model_ranks.optimizers_of(self.model):
             replace_values(innermost(optimizer))
         if found is None:
             return
         # The epochs of each fit until then: if more of them follow, this one was complete.
-        fits = found.metadata["fits"]
-        is_complete = len(fits) > len(self._fits) and fits[: len(self._fits)] == self._fits
-        has_stopped = found.metadata["stopped"] and fits == self._fits
+        fits, mine = found.metadata["fits"], [*self._fits, epochs]
+        is_complete = len(fits) > len(mine) and fits[: len(mine)] == mine
+        has_stopped = found.metadata["stopped"] and fits == mine
         self._restore(found)
         fit.restored = True
         if not is_complete:
@@ -187,6 +186,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self.model._initial_epoch = None
         self._writing.finish()
+        self._fits.append(self.params["epochs"])
 
     def _check(self, of_fit: ProcessSet) -> None:
         check_built(self.model)
@@ -410,7 +410,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             "batch": batch,
             "ranks": process_set.size(),
             "rate": self._rate,
-            "fits": [*self._fits],
+            "fits": [*self._fits, self.params["epochs"]],
             "passes": [passes.state(batch) for passes in self._passes],
             "random": random_states or [random_state],
             "stopped": any(stops for stops, _ in states),

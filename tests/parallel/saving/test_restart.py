@@ -171,6 +171,17 @@ def test_one_checkpoint_in_two_fits(directory, numbers, after: int) -> None:
     assert_same_state(again, undisturbed)
 
 
+def test_a_fit_that_broke_off_and_was_called_again_counts_once(directory) -> None:
+    """As in a notebook, in one process."""
+    model, saved = build(adam), hvd.callbacks.Checkpoint(directory)
+    interrupt(model, saved, 2)
+    interrupt(model, saved, STEPS + 1)
+    batches: list[int] = []
+    record = keras.callbacks.LambdaCallback(on_train_batch_end=lambda b, logs: batches.append(b))
+    train(build(adam), hvd.callbacks.Checkpoint(directory), record)
+    assert len(batches) == (EPOCHS - 1) * STEPS
+
+
 def test_a_restart_says_where_it_continues(directory, capfd) -> None:
     saved = hvd.callbacks.Checkpoint(directory, save_freq=2)
     interrupt(build(adam), saved, STEPS + 4)
