@@ -15,7 +15,7 @@ from hvd_keras.data import sources
 from hvd_keras.gradients import missing_calls, model_ranks, specs
 from hvd_keras.patches import keras_callbacks
 from hvd_keras.runtime import agree, log, rank_info, settings
-from hvd_keras.runtime.keras import KERAS_VERSIONS, flatten, is_eager, keras, replaced
+from hvd_keras.runtime.keras import KERAS_VERSIONS, flatten, is_eager, keras
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.runtime.reductions import Adasum, Average
 from hvd_keras.saving import background
@@ -39,9 +39,7 @@ def fit(
         except TypeError:
             return fit_alone(model, *args, **kwargs)  # raises an error that says what is wrong
         _adapt(bound.arguments, backend)
-        # A list, a list of lists, or a CallbackList, whose callbacks are replaced for this fit.
-        given = bound.arguments.get("callbacks")
-        callbacks = flat(given)
+        callbacks = flat(bound.arguments.get("callbacks"))
         defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
         own = _begun(backend, model, callbacks, defaults | bound.arguments)
         if model.built:
@@ -66,11 +64,7 @@ def fit(
             stack.enter_context(own_files.noted(process_set))
         if observe.publisher is not None:  # hvdrun shows how far the training is
             runs = [*runs, progress.Progress(backend.gpu_bytes)]
-        if given is not None and hasattr(given, "callbacks"):  # a CallbackList
-            stack.enter_context(replaced(given, "callbacks", runs))
-            for callback in runs:
-                callback.set_model(model)
-        elif runs != callbacks:
+        if runs != callbacks:
             bound.arguments["callbacks"] = runs
         history = fit_alone(*bound.args, **bound.kwargs)
         if own is not None and several:

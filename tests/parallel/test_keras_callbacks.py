@@ -181,6 +181,19 @@ def test_derived_callbacks_run_their_own_part_everywhere(directory: pathlib.Path
 
 
 @several
+def test_callbacks_of_a_callback_list_know_what_those_of_a_list_do() -> None:
+    """Also those that fit adds, such as that of sync_every."""
+    model, watch = training.dense_model(), Watch()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), sync_every=2), loss="mse")
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    given = keras.callbacks.CallbackList([broadcast, watch])
+    x, y = training.mine(model)
+    history = model.fit(x, y, batch_size=training.BATCH, verbose=0, callbacks=given).history
+    assert watch.params["steps"] == watch.batches == training.STEPS
+    assert list(history) == ["loss"]
+
+
+@several
 def test_backup_and_restore_is_refused_on_all_ranks(directory: pathlib.Path) -> None:
     with pytest.raises(ValueError, match=r"Use hvd\.callbacks\.Checkpoint\('"):
         fit(compiled(), [keras.callbacks.BackupAndRestore(directory)])
