@@ -51,7 +51,8 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
             differ.
         NotImplementedError: XLA shall compile a function that calls the layer.
         TypeError: (when called) the ids are a sparse tensor or not numbers.
-        tf.errors.InvalidArgumentError: (when called, on every rank) an id is out of range.
+        tf.errors.InvalidArgumentError: (when called, on every rank if the table is divided) an id
+            is out of range.
 
     Input shape:
         Ids of any shape; a ragged tensor with any ragged dimensions, with ``combiner`` one.

@@ -356,7 +356,7 @@ def test_initial_values_are_those_of_one_process(initializer: str) -> None:
 
 
 @several
-def test_ids_out_of_range_are_an_error_on_all_ranks() -> None:
+def test_ids_out_of_range_of_a_divided_table_are_an_error_on_all_ranks() -> None:
     layer = hvd.layers.Embedding(ROWS, COLUMNS, shard="rows", name="items")
     last = SIZE - 1
     for call in (layer, tf.function(lambda ids: layer(ids))):
@@ -366,7 +366,7 @@ def test_ids_out_of_range_are_an_error_on_all_ranks() -> None:
             with pytest.raises(tf.errors.InvalidArgumentError, match=text):
                 call(ids)
         assert call(tf.constant([1, 2])).shape == (2, COLUMNS), "works afterwards"
-    whole = hvd.layers.Embedding(ROWS, COLUMNS, shard=None)
+    whole = hvd.layers.Embedding(ROWS, COLUMNS, shard=None)  # each rank has its own errors
     with pytest.raises(tf.errors.InvalidArgumentError, match=f"rank {RANK} looked up id {ROWS}"):
         whole(tf.constant([ROWS]))
 
