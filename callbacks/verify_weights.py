@@ -16,8 +16,9 @@ class VerifyWeights(Callback):  # type: ignore[misc]
     ``Checkpoint``: then a checkpoint has verified weights, with which a restart goes on.
 
     On GPUs, TensorFlow adds the rows of sparse gradients, such as those of embeddings, in any
-    order, so their last bits differ by rank. Pass ``sparse_as_dense=True`` to the optimizer, or
-    call ``tf.config.experimental.enable_op_determinism()``.
+    order, and XLA may choose other kernels on each rank, so last bits differ. Pass
+    ``sparse_as_dense=True`` to the optimizer, or call
+    ``tf.config.experimental.enable_op_determinism()``.
 
     It compares a checksum of each value that is equal on all ranks, also at the end of each epoch:
     weights, learning rate and counters, but no moving statistics and parts of tables. It does not
@@ -71,7 +72,7 @@ class VerifyWeights(Callback):  # type: ignore[misc]
         if fit is None or fit.values is None:
             return
         now = f"batch {self._batches} of epoch {self._epoch + 1}"
-        if different := fit.values.different("VerifyWeights compares"):
+        if different := fit.values.different("VerifyWeights compares", bit_by_bit=True):
             what, odd = different
             alone = fit.values.alone and f" (not all ranks have the same: {fit.values.alone})"
             raise RuntimeError(

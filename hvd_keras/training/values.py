@@ -81,8 +81,8 @@ class Values:
         self._since: tuple[int, float] | None = None
         self.reported = False
 
-    def different(self, name: str) -> tuple[str, str] | None:
-        """Compare all values; return None if they are equal, or now are.
+    def different(self, name: str, bit_by_bit: bool = False) -> tuple[str, str] | None:
+        """Compare all values; return None if they are equal, or now are, unless ``bit_by_bit``.
 
         Otherwise the first variable that differs, and how many; and the ranks, with their hosts,
         that differ from most others, which are equal; no ranks without such a majority.
@@ -99,7 +99,8 @@ class Values:
             for variable, values in zip(self.variables, zip(*by_rank, strict=True), strict=True)
             if len(set(values)) > 1
         ]
-        if any(agree.gather_json(f"{name}.gpus", has_gpu(), self.process_set)):
+        gpus = agree.gather_json(f"{name}.gpus", has_gpu(), self.process_set)
+        if any(gpus) and not bit_by_bit:
             differing = [v for v in differing if not self._put_together(v, name)]
             if not differing:
                 return None

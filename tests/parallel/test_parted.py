@@ -210,6 +210,8 @@ def test_what_a_gpu_rounds_is_put_together(monkeypatch) -> None:
     x, y = (np.tile(part, (20, 1)) for part in mine())
     fit(model, Round(), data=(x, y))
     training.assert_bit_identical_on_all_ranks(model)
+    with pytest.raises(RuntimeError, match=r"after batch 4 of epoch 1 the values of .*kernel diff"):
+        fit(compiled(), Round(), hvd.callbacks.VerifyWeights(4), data=(x, y))
 
 
 def test_what_is_more_than_a_gpu_rounds(monkeypatch, told) -> None:
