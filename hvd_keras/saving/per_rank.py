@@ -21,6 +21,7 @@ import numpy as np
 
 from hvd_keras.gradients import shards
 from hvd_keras.runtime import agree
+from hvd_keras.runtime.keras import has_gpu
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.saving import storage
 
@@ -293,6 +294,11 @@ def gather_differing(
     differing = [
         i for i in range(len(own)) if len({digests[8 * i : 8 * i + 8] for digests in gathered}) > 1
     ]
+    # The slots of optimizers on GPUs: the first rank's are good for all.
+    gpus = differing and agree.gather_json("checkpoint GPUs", has_gpu(), process_set)
+    if any(gpus):
+        call = {"process_set": process_set.id(), "name": "checkpoint rounding"}
+        differing = [i for i in differing if not agree.is_rounding(values[i], call)]
     found = {}
     # [ranks, *shape]: dropout's states, a rank's own layers, moving statistics within an epoch.
     for i in differing:

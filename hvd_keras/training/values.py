@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from hvd_keras.gradients import specs
@@ -21,10 +20,6 @@ _BYTES = 1 << 18
 _MOST_PIECES = 64
 _SHARE = 0.004
 _STEPS = 50
-
-# On GPUs, of the largest value of a variable: how many units in the last place values may differ by
-# and still be those of one model. After 1,000 steps it was 3.
-_UNITS = 100
 
 _ROWS = 64  # of which the rows of all ranks are compared
 
@@ -122,16 +117,8 @@ class Values:
         the kernel that is the fastest there, among some that round differently.
         """
         mine = values_of(variable)
-        if mine.dtype.kind != "f" and mine.dtype != ml_dtypes.bfloat16:
-            return False
         call = {"process_set": self.process_set.id(), "name": f"{name}.{variable.name}"}
-        # All ranks know both, and decide alike. A NaN is no rounding.
-        (most,) = agree.run("allreduce", [mine], reduction="Max", **call)
-        (least,) = agree.run("allreduce", [mine], reduction="Min", **call)
-        spread = np.abs(most.astype(np.float64) - least.astype(np.float64)).max()
-        largest = np.abs(np.stack([most, least]).astype(np.float64)).max()
-        unit = float(ml_dtypes.finfo(mine.dtype).eps)  # type: ignore[no-untyped-call]
-        if not spread <= _UNITS * unit * largest:
+        if not agree.is_rounding(mine, call):
             return False
         (first,) = agree.run("broadcast", [mine], root=self.process_set.ranks[0], **call)
         variable.assign(first)

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import hvd_keras as hvd
 from hvd_keras.runtime import agree
-from hvd_keras.saving import storage
+from hvd_keras.saving import per_rank, storage
 from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -252,6 +252,24 @@ def test_variables_that_numpy_does_not_know_and_local_ones(directory) -> None:
     assert_same_state(again, first)
     kernels = agree.gather_json("kernels", first.layers[1].kernel.numpy().tolist())
     assert all(kernel != kernels[0] for kernel in kernels[1:])
+
+
+@several
+def test_slots_that_a_gpu_has_rounded_are_those_of_rank_0(directory, monkeypatch) -> None:
+    """As if rank 1 had a GPU."""
+
+    class Round(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            for slot in self.model.optimizer.momentums:
+                slot.assign(slot * (1 + 2e-6 * RANK))
+
+    monkeypatch.setattr(per_rank, "has_gpu", lambda: RANK == 1)
+    train(build(momentum), hvd.callbacks.Checkpoint(directory), Round(), epochs=1)
+    if RANK == 0:
+        stored = storage.read(storage.files(directory)[0]).variables
+        own = [variable.path for variable in stored if variable.by_rank]
+        assert own
+        assert all(path.endswith("seed_generator_state") for path in own)
 
 
 def flip(path: pathlib.Path) -> None:
