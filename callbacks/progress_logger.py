@@ -57,6 +57,7 @@ class ProgressLogger(Callback, keras.callbacks.ProgbarLogger):  # type: ignore[m
         self._steps: int | None = None  # batches in an epoch, if known
         self._start = 0.0
         self._seconds = 0.0
+        self._first: int | None = None  # batch of this epoch here; others are before a restart
         # Of this rank in this epoch; None until its last batch has ended.
         self._samples: float | None = None
         # Of all ranks in the last epoch; None if a rank cannot count its samples.
@@ -74,12 +75,16 @@ class ProgressLogger(Callback, keras.callbacks.ProgbarLogger):  # type: ignore[m
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self.target = self._steps  # if it is unknown, Keras would keep that of the first epoch
-        self._samples = None
+        self._samples = self._first = None
         self._reset_progbar()
         self._maybe_init_progbar()
         if self.verbose == 1:
             _print(f"Epoch {epoch + 1}/{self.epochs}\n")
         self._start = time.monotonic()
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if self._first is None:
+            self._first = batch
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if self._steps is not None:
@@ -103,10 +108,11 @@ class ProgressLogger(Callback, keras.callbacks.ProgbarLogger):  # type: ignore[m
         (samples,) = agree.run("allreduce", [mine], name="progress.samples", **call)
         total = float(samples[0])  # NaN if a rank cannot count its own
         self._samples_per_step = None if np.isnan(total) else total / max(1, self.seen)
+        rate = (self.seen - (self._first or 0)) / self._seconds
         if self._samples_per_step is None:
-            self._show(self.seen / self._seconds, "steps")
+            self._show(rate, "steps")
         else:
-            self._show(total / self._seconds)
+            self._show(rate * self._samples_per_step)
         # If training stopped in the middle of the epoch, the bar stays there.
         self.progbar.target = self._steps or self.seen
         self.target = self.seen

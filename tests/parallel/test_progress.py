@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import hvd_keras as hvd
 from hvd_keras.runtime import agree
+from tests.harness.training import Crash
 
 RANK, SIZE = hvd.rank(), hvd.size()
 STEPS = 5
@@ -95,6 +96,21 @@ def test_samples_of_all_ranks_are_counted(capsys, known: bool, steps_per_executi
         assert float(rate) * progress._seconds == pytest.approx(expected, abs=rounded)
         assert "val_loss" in metrics
     assert progress._samples_per_step * progress.seen == expected
+
+
+def test_after_a_restart_within_an_epoch_the_rate_is_that_of_the_rest(capsys, directory) -> None:
+    for crash in (3, 0):
+        progress = hvd.callbacks.ProgressLogger()
+        saved = hvd.callbacks.Checkpoint(directory, save_freq=2)
+        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        with contextlib.suppress(KeyboardInterrupt):
+            more = [broadcast, progress, Crash(crash), saved]
+            model().fit(data(), verbose=0, callbacks=more)
+    for *_, rate, unit, _ in lines(capsys):
+        assert unit == "samples"
+        rest = progress._samples_per_step * (STEPS - 2)
+        rounded = 0.5 * progress._seconds
+        assert float(rate) * progress._seconds == pytest.approx(rest, abs=rounded)
 
 
 def test_a_train_step_that_hides_its_samples_gets_steps(capsys) -> None:
