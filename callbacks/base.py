@@ -17,12 +17,11 @@ class Callback(keras.callbacks.Callback):  # type: ignore[misc]
     def set_model(self, model: Any) -> None:
         """Called by Keras; registers the process set of a model without one."""
         super().set_model(model)
-        if model is not None:
+        if model is not None and not model_ranks.alone.get():
             model_ranks.together[model] = self._hvd_process_set
 
     @property
     def process_set(self) -> ProcessSet:
         """The ranks that train the model."""
-        if self.model is None:
-            return self._hvd_process_set
-        return model_ranks.process_set_of(self.model) or self._hvd_process_set
+        own = process_sets.ThisRank() if model_ranks.alone.get() else self._hvd_process_set
+        return own if self.model is None else model_ranks.process_set_of(self.model) or own

@@ -63,7 +63,8 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Broadcasts. The model has its variables by now."""
         process_set = self.process_set
-        process_set.check_root(self.root_rank)
+        if not model_ranks.alone.get():
+            process_set.check_root(self.root_rank)
         states = variables.global_seed_states()
         variables.give_each_rank_its_own_randomness(states, process_set)
         fit = fit_state.running(self.model)

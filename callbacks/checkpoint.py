@@ -123,7 +123,11 @@ class Checkpoint(Callback):  # type: ignore[misc]
         """Restores the state, after Keras has built the model."""
         self._hvd_process_set.check_included("callbacks.Checkpoint")  # raises before init()
         fit = running(self.model)
-        assert fit is not None
+        if fit is None:
+            raise ValueError(
+                "Checkpoint: this rank trains the model alone (hvd.local_fit), and expected "
+                f"{self._hvd_process_set}. Use keras.callbacks.BackupAndRestore there."
+            )
         self._check(fit.process_set)
         # In case an earlier fit broke off.
         self._resuming = None

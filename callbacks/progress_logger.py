@@ -104,9 +104,8 @@ class ProgressLogger(Callback, keras.callbacks.ProgbarLogger):  # type: ignore[m
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._end_of_training()
-        mine, call = np.array([self._samples]), {"process_set": self.process_set.id()}
-        (samples,) = agree.run("allreduce", [mine], name="progress.samples", **call)
-        total = float(samples[0])  # NaN if a rank cannot count its own
+        # NaN if a rank cannot count its own.
+        total = sum(agree.gather_json("progress samples", self._samples, self.process_set))
         self._samples_per_step = None if np.isnan(total) else total / max(1, self.seen)
         rate = (self.seen - (self._first or 0)) / self._seconds
         if self._samples_per_step is None:

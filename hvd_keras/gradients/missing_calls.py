@@ -23,8 +23,6 @@ from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 #: Whether ``fit`` is running.
 in_fit = contextvars.ContextVar("a fit is running", default=False)
 
-_alone_on_purpose = contextvars.ContextVar("inside hvd.local_fit", default=False)
-
 _POLL_SECONDS = 0.2
 
 # A loop that has made this many steps with different weights will not broadcast them any more.
@@ -40,13 +38,15 @@ def local_fit() -> Iterator[None]:
 
     Outside of it, hvd_keras raises an error (with ``HVD_STRICT=0`` it warns) if a job of several
     ranks applies gradients that were not exchanged, trains with different weights, or trains on
-    the same rows.
+    the same rows. In it, ``fit`` and callbacks of hvd_keras wait for no other rank, but for a model
+    with a distributed optimizer.
 
     Example:
         with hvd.local_fit():
             baseline.fit(x, y)
     """
-    with agree.within(_alone_on_purpose, True):
+    several = rank_info.is_initialized() and rank_info.size() > 1
+    with agree.within(model_ranks.alone, several):
         yield
 
 
@@ -81,7 +81,7 @@ def _check_update(optimizer: Any, gradients: list[Any], variables: list[Any]) ->
     several = rank_info.is_initialized() and rank_info.size() > 1
     shards.check_clipping(optimizer, variables, model_ranks.local_variables if several else ())
     if (
-        _alone_on_purpose.get()
+        model_ranks.alone.get()
         or hasattr(optimizer, "_hvd_alone")
         or agree.is_building.get()
         or not several
@@ -226,7 +226,7 @@ def check_weights(
     gathered = agree.gather_json(f"{name}.{what}", _digest(variables), process_set)
     if _NO_VALUES in gathered:
         return False
-    if None in gathered or len(set(gathered)) == 1 or _alone_on_purpose.get():
+    if None in gathered or len(set(gathered)) == 1 or model_ranks.alone.get():
         return True
     text = (
         f"the {process_set.size()} ranks began to train with different {what}, so each of them "
@@ -274,7 +274,7 @@ def check_values(values: Any, when: str) -> None:
             return
         synchronized.add(*values.variables)
     values.reported = reported or different is not None  # as on all ranks
-    if reported or different is None or _alone_on_purpose.get():
+    if reported or different is None or model_ranks.alone.get():
         return
     if any(variable in _told_alone for variable in values.variables):
         return
@@ -313,7 +313,7 @@ def check_rows(gathered: Sequence[Any], process_set: ProcessSet) -> None:
     """Tell that all ranks train on the same rows, by what ``values.of_rows`` returned on each."""
     # Equal hashes of the first rows; a rank without rows to compare has None.
     first, *others = gathered
-    if first is None or any(theirs != first for theirs in others) or _alone_on_purpose.get():
+    if first is None or any(theirs != first for theirs in others) or model_ranks.alone.get():
         return
     tell(
         f"all {process_set.size()} ranks train on the same rows, so {process_set.size()} ranks do "

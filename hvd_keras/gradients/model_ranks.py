@@ -4,6 +4,7 @@ Callbacks and patches of Keras ask here. The answers come from the reducer in th
 attribute ``_hvd_reducer`` of the model's optimizers.
 """
 
+import contextvars
 import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -69,6 +70,9 @@ def averages_rows_of(model: Any) -> bool:
     return all(reducer.averages_rows for reducer in reducers) if reducers else averages_rows
 
 
+#: This rank, of several, trains models without a distributed optimizer alone.
+alone = contextvars.ContextVar("inside hvd.local_fit", default=False)
+
 #: The ranks on which a callback of hvd_keras takes part in a model's training.
 together: weakref.WeakKeyDictionary[Any, ProcessSet] = weakref.WeakKeyDictionary()
 
@@ -77,7 +81,8 @@ def process_set_of(model: Any) -> ProcessSet | None:
     """Return the ranks that train a model together; None if this rank trains it alone.
 
     They are the ranks of its distributed optimizers. A model without one, whose ``train_step`` uses
-    a ``hvd.DistributedGradientTape``, is recognised by a callback of hvd_keras in ``fit``.
+    a ``hvd.DistributedGradientTape``, is recognised by a callback of hvd_keras in ``fit``, but not
+    in ``hvd.local_fit``.
 
     Raises:
         ValueError: its optimizers have different process sets.
@@ -89,7 +94,7 @@ def process_set_of(model: Any) -> ProcessSet | None:
             f"the optimizers of model {model.name!r} have different process sets: "
             f"{', '.join(map(str, sets.values()))}. Give them the same process set."
         )
-    return next(iter(sets.values()), None) or together.get(model)
+    return next(iter(sets.values()), None) or (None if alone.get() else together.get(model))
 
 
 def rounds_of(model: Any) -> list[Any]:

@@ -322,7 +322,7 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
 
 def _process_set(model: Any, callbacks: list[Any]) -> ProcessSet | None:
     process_set = model_ranks.process_set_of(model)
-    if process_set is None:
+    if process_set is None and not model_ranks.alone.get():
         # A train_step with hvd.DistributedGradientTape is recognised by callbacks of hvd_keras.
         for callback in callbacks:
             process_set = getattr(callback, "_hvd_process_set", process_set)

@@ -114,6 +114,16 @@ def test_a_model_of_one_rank_is_written_by_that_rank(directory: pathlib.Path) ->
     x, y = np.ones((4, 5)), np.ones((4, 1))
     model.fit(x, y, verbose=0, callbacks=writers(mine)[:2])
     assert {path.name for path in mine.rglob("*.*")} == {"log.csv", "1.keras"}
+    if RANK == 1:  # no other comes here
+        before = model.get_weights()
+        own = hvd.callbacks
+        callbacks = [own.BroadcastGlobalVariablesCallback(0), own.MetricAverageCallback()]
+        with hvd.local_fit():
+            model.fit(x, y, verbose=0, callbacks=[*callbacks, own.ProgressLogger()])
+            with pytest.raises(ValueError, match=r"alone \(hvd.local_fit\), and expected the"):
+                model.fit(x, y, verbose=0, callbacks=[own.Checkpoint(directory)])
+        assert np.any(model.get_weights()[0] != before[0])
+        model.evaluate(x, y, verbose=0)
 
 
 @pytest.mark.parametrize("cls", [keras.callbacks.ModelCheckpoint, hvd.callbacks.ModelCheckpoint])
