@@ -33,7 +33,7 @@ from hvd_keras.runtime.process_sets import (
     world_ranks_of,
 )
 
-#: What depends on Keras's backend; its interface is that of ``patches.on_tensorflow``.
+#: What depends on Keras's backend; its interface is that of ``patches.registry``.
 backend: Any = importlib.import_module(settings.backend_module())
 
 #: Whether `init` changes Keras; not where one rank alone runs a script.

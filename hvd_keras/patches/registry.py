@@ -1,4 +1,4 @@
-"""The registry of all changes that hvd_keras makes to classes of Keras.
+"""What ``init`` does for Keras on TensorFlow, with all changes of classes of Keras.
 
 Each row names a class, the attribute that changes, and the reason. In a job of one rank, and for
 models that no distributed optimizer trains, the changed methods behave as before.
@@ -15,10 +15,18 @@ import tensorflow.saved_model.experimental
 
 from hvd_keras.compat import legacy_keras
 from hvd_keras.gradients import missing_calls, origin, shards, zero
+from hvd_keras.ops import derivatives as derivatives  # which registers them
 from hvd_keras.patches import fit_on_tensorflow, keras_classes, losses, patched_fit
-from hvd_keras.runtime import log
+from hvd_keras.runtime import gpu, libraries, log
 from hvd_keras.runtime.keras import is_legacy, keras, replace, require
 from hvd_keras.saving import storage
+
+#: Before the job is joined: load the ops.
+load = libraries.tensorflow_ops
+#: Give this process its GPU: by local rank, and the number of processes of its host.
+pin = gpu.pin
+#: What ``hvd_keras.check`` prints of it, and the names of the GPUs.
+facts = libraries.tensorflow_facts
 
 # An owner, its attribute, the reason, and what takes its place and gets the old one first.
 Patch = tuple[Any, str, str, Callable[..., Any]]
@@ -26,7 +34,7 @@ Patch = tuple[Any, str, str, Callable[..., Any]]
 
 @functools.cache
 def install() -> None:
-    """Apply all patches, unless they are applied already.
+    """Change Keras for several ranks: apply all patches, unless they are applied already.
 
     Raises:
         RuntimeError: the installed Keras lacks an attribute; the text names versions that have it.

@@ -135,7 +135,7 @@ def variable(name: str) -> str:
 def backend_module() -> str:
     """Return the module that has what depends on Keras's backend."""
     backend = keras_backend()
-    return "hvd_keras.patches.on_tensorflow" if backend == "tensorflow" else f"hvd_keras.{backend}"
+    return "hvd_keras.patches.registry" if backend == "tensorflow" else f"hvd_keras.{backend}"
 
 
 def keras_backend() -> str:
