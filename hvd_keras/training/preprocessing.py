@@ -27,15 +27,10 @@ _ARGUMENTS = {
 }
 
 
-def refresh_derived_values(layers: Iterable[Any]) -> bool:
-    """Recompute the values that layers have derived from their variables.
-
-    Returns:
-        Whether a value has changed. Functions that were traced before, such as a model's
-        ``train_function``, hold the old value and must be traced again.
-    """
+def refresh(model: Any) -> None:
+    """Recompute what a model's layers have derived from their variables, which have changed."""
     changed = False
-    for layer in _flat(layers):
+    for layer in _flat(model._flatten_layers()):
         before = _derived(layer)
         with outside_graphs():  # constants of a graph would be no values
             if isinstance(layer, keras.layers.Normalization):
@@ -43,12 +38,7 @@ def refresh_derived_values(layers: Iterable[Any]) -> bool:
             elif hasattr(layer, "idf_weights"):
                 layer.idf_weights_const = layer.idf_weights.value()
         changed |= any(map(_differ, before, _derived(layer)))
-    return changed
-
-
-def refresh(model: Any) -> None:
-    """Recompute what a model's layers have derived from their variables, which have changed."""
-    if not refresh_derived_values(model._flatten_layers()):
+    if not changed:
         return
     # Functions that were traced before hold the old values as constants.
     model.test_function = model.predict_function = model.train_function = None

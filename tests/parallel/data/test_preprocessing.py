@@ -50,10 +50,12 @@ def test_normalization_computes_with_the_values_that_were_broadcast() -> None:
     assert len(set(on_all_ranks(model(x)))) == SIZE
     hvd.broadcast_variables(model.variables, 0)
     assert len(set(on_all_ranks(model(x)))) == SIZE, "then there is nothing to refresh"
-    assert preprocessing.refresh_derived_values([model]) == (RANK > 0)
+    preprocessing.refresh(model)
     np.testing.assert_array_equal(model(x), roots)
     np.testing.assert_array_equal(model.predict(x, verbose=0), roots)
-    assert preprocessing.refresh_derived_values([model]) is False
+    traced = model.predict_function
+    preprocessing.refresh(model)
+    assert model.predict_function is traced, "nothing has changed"
 
 
 LAYERS = {
