@@ -67,9 +67,6 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
             process_set.check_root(self.root_rank)
         states = variables.global_seed_states()
         variables.give_each_rank_its_own_randomness(states, process_set)
-        fit = fit_state.running(self.model)
-        if fit is not None and fit.restored:
-            return
         if process_set.size() == 1:
             if variables.is_built(self.model):
                 variables.training_variables(
