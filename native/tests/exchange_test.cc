@@ -189,6 +189,19 @@ void adasum_of_several_tensors() {
 }
 
 // Sums that depend on the order of their terms.
+// NCCL rounds factors to the dtype.
+void a_factor_that_float16_cannot_hold() {
+  with_engine([](Engine& engine) {
+    Call call(Kind::allreduce, "small factor");
+    call.request.prescale = 1e-8;
+    call.add(DType::float16, {17});
+    call.change_inputs([](int, size_t, int64_t) { return 30000.0; });
+    call.submit(engine);
+    call.expect_ok();
+    for (int i = 0; i < 17; ++i) CHECK(call.output<uint16_t>(0)[i] != 0);
+  });
+}
+
 void both_transports_give_the_same_bits() {
   const auto outputs = [](const std::string& transport) {
     const std::string before = std::exchange(test::transport, transport);
@@ -462,6 +475,7 @@ int main(int argc, char** argv) {
           {"allgather of different rows", allgather_of_different_rows},
           {"nobody passes a barrier alone", nobody_passes_a_barrier_alone},
           {"adasum of several tensors", adasum_of_several_tensors},
+          {"a factor that float16 cannot hold", a_factor_that_float16_cannot_hold},
           {"both transports give the same bits", both_transports_give_the_same_bits},
           {"ranks that have joined give neutral values",
            ranks_that_have_joined_give_neutral_values},
