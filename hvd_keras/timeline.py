@@ -1,10 +1,10 @@
 """``python -m hvd_keras.timeline FILE``: opens a timeline in Perfetto by a link.
 
 While a timeline is recorded, each rank appends its requests to a file of its own beside FILE
-(native/core/engine/recorder.h). In the end, or here after a failure, `merge` makes one of them, in
-the Trace Event Format. Perfetto (https://ui.perfetto.dev) runs in the browser. It may fetch a file
-from port 9001 of the machine that the browser runs on, and from no other, so this program serves
-the file there.
+(native/core/engine/recorder.h). In the end `merge` makes one of them, in the Trace Event Format; so
+does this program, while the job runs or after a failure. Perfetto (https://ui.perfetto.dev) runs in
+the browser. It may fetch a file from port 9001 of the machine that the browser runs on, and from no
+other, so this program serves the file there.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def begin(file: Path, rank: int, size: int) -> int:
     return descriptor
 
 
-def merge(file: Path) -> str:
-    """Make a timeline of its ranks' files, if there are any, and remove them.
+def merge(file: Path, *, keep: bool = False) -> str:
+    """Make a timeline of its ranks' files, if there are any; remove these, unless told to `keep`.
 
     Returns which ranks are missing, as text. Raises OSError.
     """
@@ -71,7 +71,7 @@ def merge(file: Path) -> str:
             ranks[rank] = host, [Served._make(one) for one in _SERVED.iter_unpack(data[:whole])]
     if found:
         file.write_text("[\n" + ",\n".join(map(json.dumps, _events(ranks))) + "\n]\n")
-    for path in found:
+    for path in [] if keep else found:
         path.unlink()
     absent = sorted({*range(size)} - ranks.keys())
     return f"the timeline {file} lacks ranks {', '.join(map(str, absent))}" if absent else ""
@@ -132,7 +132,7 @@ def serve(file: Path) -> None:
     """
     import http.server  # hvdrun, which merges, needs no server
 
-    merge(file)
+    merge(file, keep=True)  # the ranks may go on writing
     content = file.read_bytes()
     path = "/" + urllib.parse.quote(file.name)
     fetched = False
