@@ -119,6 +119,7 @@ class Job:
             "environment": planned.environment,
             "open_files": OPEN_FILES[0] if spec.is_local else None,
             "server": spec.remains.server if options.max_restarts else "",
+            "stop_timeout": options.stop_timeout,
         }
         self._ranks.open(start)
         return planned
@@ -166,7 +167,9 @@ class Job:
         await self._until(self._must_end, float("inf"))
         if not self._all_over() and not self._has_ended():
             self._stopping = True
-            grace = limits.GRACE if self._signals.stop is None else self._spec.options.stop_timeout
+            # SLURM signals the ranks' workers, and hvdrun perhaps not.
+            signalled = self._signals.stop or any(one.by_signal for one in self._ranks.reports)
+            grace = self._spec.options.stop_timeout if signalled else limits.GRACE
             self._ranks.tell(stop=grace)
             await self._until(self._ranks.over, grace + limits.KILL_GRACE)
         self._ranks.release()

@@ -282,33 +282,6 @@ def test_a_rank_that_ignores_requests_is_killed(hvdrun):
     assert process.wait(timeout=LIMIT) == 143
 
 
-def test_a_rank_that_saves_its_work_has_time_for_it(hvdrun):
-    """As when a batch system wants the host back."""
-    text = f"""
-        def save(*_):
-            time.sleep(2)
-            open(f"saved-{{rank}}", "w").close()
-            sys.exit(0)
-        signal.signal(signal.SIGTERM, save)
-        print("ready", flush=True)
-        time.sleep({FOREVER})
-        """
-    process = hvdrun.start_ready(2, text)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=LIMIT) == 143
-    assert (hvdrun.folder / "saved-0").exists()
-    assert (hvdrun.folder / "saved-1").exists()
-
-
-def test_a_worker_that_is_asked_to_end_is_named(hvdrun):
-    done = hvdrun.python(
-        2, f"meet(2)\nif rank == 1: os.kill(os.getppid(), signal.SIGTERM)\ntime.sleep({FOREVER})"
-    )
-    assert done.returncode == 143
-    told = "hvdrun: rank 1 failed first: a signal that hvdrun did not send asked it to end\n"
-    assert done.stderr.startswith(told)
-
-
 def test_the_line_where_a_rank_hangs_is_named(hvdrun):
     text = f"""
         import hvd_keras as hvd

@@ -78,6 +78,38 @@ def test_a_signal_ends_all_ranks(hvdrun, number):
     assert (out, err) == ("", f"hvdrun: {number.name} received; all ranks were ended\n")
 
 
+@pytest.mark.parametrize("signalled", ["hvdrun", "workers"])
+def test_a_rank_that_saves_its_work_has_time_for_it(hvdrun, signalled):
+    """As when a batch system wants the host back."""
+    text = f"""
+        def save(*_):
+            time.sleep({2 if signalled == "hvdrun" else "7 * rank"})
+            open(f"saved-{{rank}}", "w").close()
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, save)
+        print("ready", flush=True)
+        if {signalled == "workers"}:
+            meet(2)
+            os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep({FOREVER})
+        """
+    process = hvdrun.start_ready(2, text)
+    if signalled == "hvdrun":
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=LIMIT) == (143 if signalled == "hvdrun" else 1)
+    assert (hvdrun.folder / "saved-0").exists()
+    assert (hvdrun.folder / "saved-1").exists()
+
+
+def test_a_worker_that_is_asked_to_end_is_named(hvdrun):
+    done = hvdrun.python(
+        2, f"meet(2)\nif rank == 1: os.kill(os.getppid(), signal.SIGTERM)\ntime.sleep({FOREVER})"
+    )
+    assert done.returncode == 143
+    told = "hvdrun: rank 1 failed first: a signal that hvdrun did not send asked it to end\n"
+    assert done.stderr.startswith(told)
+
+
 def test_a_second_interrupt_does_not_wait(hvdrun):
     """Of two jobs whose mpirun does not react, the one that is interrupted twice ends first."""
     once, twice = (

@@ -332,7 +332,7 @@ class Worker:
         if not self._hvdrun_gone and silence(self._connection.socket) > limits.SUSPICION:
             self._lose_hvdrun()
         self._by_signal = self._by_signal or not self._stopped
-        self._stop(number, limits.GRACE)
+        self._stop(number, self._order.get("stop_timeout", limits.GRACE))
 
     def _lose_hvdrun(self) -> None:
         if self._hvdrun_gone:
