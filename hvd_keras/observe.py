@@ -116,12 +116,12 @@ training: dict[str, Any] = {}
 
 
 class _Publisher(threading.Thread):
-    """Tells hvdrun this rank's statistics, or writes them to a file, until the job is over."""
+    """Tells hvdrun this rank's statistics and writes them to a file until the job is over."""
 
-    def __init__(self, folder: pathlib.Path | None) -> None:
+    def __init__(self, tells: bool, folder: pathlib.Path | None) -> None:
         super().__init__(name="hvd_stats", daemon=True)
-        self._rank, self.over = rank_info.rank(), threading.Event()
-        self._path = None if folder is None else folder / f"stats-{self._rank}.json"
+        self._tells, self._rank, self.over = tells, rank_info.rank(), threading.Event()
+        self._path = folder and folder / f"stats-{self._rank}.json"
 
     def run(self) -> None:
         """From Thread."""
@@ -136,13 +136,13 @@ class _Publisher(threading.Thread):
     def _write(self) -> None:
         numbers = json.loads(libraries.core().hvd_stats()) | {"training": dict(training)}
         numbers["cores"] = sorted(os.sched_getaffinity(0))
-        if self._path is None:
-            numbers["late"] = numbers.pop("ranks")[self._rank]  # grows with the job otherwise
-            settings.tell_hvdrun(statistics=numbers)
-            return
-        unfinished = self._path.with_suffix(".new")
-        unfinished.write_text(json.dumps(numbers))
-        unfinished.replace(self._path)
+        ranks = numbers.pop("ranks")
+        if self._tells:  # not of all ranks: the message would grow with the job
+            settings.tell_hvdrun(statistics=numbers | {"late": ranks[self._rank]})
+        if self._path is not None:
+            unfinished = self._path.with_suffix(".new")
+            unfinished.write_text(json.dumps(numbers | {"ranks": ranks}))
+            unfinished.replace(self._path)
 
 
 #: None: nothing is published.
@@ -156,7 +156,7 @@ def start_publishing() -> None:
     if chosen.timeline:
         _start_timeline("HVD_TIMELINE", chosen.timeline)
     if chosen.tells_statistics or chosen.stats_directory is not None:
-        publisher = _Publisher(None if chosen.tells_statistics else chosen.stats_directory)
+        publisher = _Publisher(chosen.tells_statistics, chosen.stats_directory)
         publisher.start()
 
 

@@ -53,9 +53,14 @@ def test_a_job_with_a_late_rank(hvdrun) -> None:
     path = hvdrun.folder / "timeline.json"
     job = ("-np", "2", "--oversubscribe", "--stats", "--timeline", "timeline.json")
     job += ("--postmortem", "postmortem")
-    done = hvdrun.run(*job, sys.executable, hvdrun.script(SCRIPT))
+    also = {"HVD_STATS_DIRECTORY": str(hvdrun.folder)}
+    script = hvdrun.script(SCRIPT)
+    done = hvdrun.run(*job, sys.executable, script, env=hvdrun.environment | also)
     assert done.returncode == 0, done.stderr
 
+    for rank in range(2):
+        numbers = json.loads((hvdrun.folder / f"stats-{rank}.json").read_text())
+        assert (numbers["rank"], numbers["ranks"][LATE]["last"] >= TIMES) == (rank, True)
     assert "postmortem" not in done.stderr
     assert not list((hvdrun.folder / "postmortem").iterdir())  # nothing went wrong
     assert "hvdrun: timeline: python -m hvd_keras.timeline timeline.json\n" in done.stderr
