@@ -108,7 +108,7 @@ def build(given: argparse.Namespace) -> JobSpec:
         wanted = hosts.read(given.hostfile)
     srun = None if given.mpirun or given.remote_shell else slurm.find(os.environ)
     dialect = srun or find_mpirun(given.mpirun)
-    if given.per_host and wanted is None and (srun is not None or given.size):
+    if given.per_host and not named and (srun is not None or given.size):
         what = "-np" if srun is None else "a SLURM allocation"
         raise UsageError(f"got --nproc-per-node with {what} and no hosts; expected -np alone")
     names = ["localhost"] if wanted is None else [host.name for host in wanted]

@@ -274,6 +274,7 @@ def test_ways_to_say_how_many_ranks(hvdrun) -> None:
     shell.write_text('#!/bin/sh\nshift\nexec sh -c "$@"\n')
     shell.chmod(0o755)
     there = ("--remote-shell", str(shell), "-H", "server1", "--network-interface", "lo")
+    scripted = (*there[:2], "--host-discovery-script", "echo server1", *there[4:])
     cores = usable_cores()
     for options, size in (
         (("-np2", "--oversubscribe"), 2),
@@ -284,6 +285,7 @@ def test_ways_to_say_how_many_ranks(hvdrun) -> None:
         (there, cores),
         (("-np", "auto", *there), usable_gpus(os.environ) or cores),
         (("--nproc-per-node", "5", *there), 5),
+        (("--nproc-per-node", "5", "-np", "3", *scripted), 3),
     ):
         done = hvdrun.run("--dry-run", *options, "true")
         assert re.search(rf"^\S*mpirun -n {size} ", done.stdout, re.MULTILINE), (options, done)
