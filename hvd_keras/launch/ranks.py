@@ -235,10 +235,11 @@ class Ranks:
             masks = [peer.mask for peer in peers]
             is_divided = self.spec.options.bind and may_be_divided(masks, usable, chosen)
             for index, peer in enumerate(peers):
-                count, several = len(peers), len(hosts) > 1
-                threads = thread_settings(count, os.environ, peer.cores, several_hosts=several)
+                # Those that the user has bound elsewhere need no part of this one's cores.
+                sharing, several = masks.count(peer.mask), len(hosts) > 1
+                threads = thread_settings(sharing, os.environ, peer.cores, several_hosts=several)
                 environment = threads | self._start["environment"]
-                part = [index, count] if is_divided else None
+                part = [index, len(peers)] if is_divided else None
                 start = {**self._start, "environment": environment, "part": part}
                 self._do(self._start_one(peer, start))
                 if peer.report.rank > 0 or is_restart:

@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -33,6 +33,7 @@ from hvd_keras.launch.onhost.channel import (
     prove,
     silence,
 )
+from hvd_keras.launch.onhost.cores import THREAD_VARIABLES
 from hvd_keras.launch.onhost.process import ask_to_end, private_folder
 from hvd_keras.launch.onhost.worker import FUNCTION
 from hvd_keras.launch.options import parse
@@ -216,11 +217,13 @@ async def test_too_many_open_files_end_the_job(tmp_path: Path) -> None:
     await ranks.close()
 
 
-async def join(address: tuple[str, int], rank: int = 0) -> tuple[socket.socket, Link]:
+async def join(
+    address: tuple[str, int], rank: int = 0, mask: Sequence[int] = (0, 1)
+) -> tuple[socket.socket, Link]:
     """A worker that hvdrun has accepted."""
     worker = socket.create_connection(address)
     link = await asyncio.to_thread(Link, worker, SECRET, listens=False)
-    link.send(hello={"rank": rank, "host": "here", "cores": 2, "mask": [0, 1]})
+    link.send(hello={"rank": rank, "host": "here", "cores": len(mask), "mask": mask})
     return worker, link
 
 
@@ -230,6 +233,23 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
     await asyncio.wait_for(wait(), launcher.LIMIT)
+
+
+@in_loop
+async def test_ranks_share_the_cores_to_which_the_user_has_bound_them(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.delenv(THREAD_VARIABLES[0], raising=False)
+    ranks, address = await listen(tmp_path, 3)
+    masks = [range(4), range(4, 8), range(4, 8)]
+    workers = [await join(address, rank, [*mask]) for rank, mask in enumerate(masks)]
+    for (worker, link), threads in zip(workers, (4, 2, 2), strict=True):
+        message = await asyncio.to_thread(link.receive)
+        while "start" not in message:
+            message = await asyncio.to_thread(link.receive)
+        assert message["start"]["environment"][THREAD_VARIABLES[0]] == str(threads)
+        worker.close()
+    await ranks.close()
 
 
 @in_loop

@@ -59,7 +59,7 @@ def usable_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) ->
 def thread_settings(
     size: int, environment: Mapping[str, str], cores: int, *, several_hosts: bool = False
 ) -> dict[str, str]:
-    """Thread counts that share a host's cores among its `size` ranks.
+    """Thread counts that share these cores among `size` ranks.
 
     What the user has set is left alone. Without them each rank's TensorFlow starts a thread per
     core. With several hosts at least two ops run at a time: with one, TensorFlow goes
