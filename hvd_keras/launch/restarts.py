@@ -8,6 +8,7 @@ import secrets
 import shutil
 import signal
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -159,7 +160,8 @@ async def _look(
     """
     arguments = os.getcwd(), spec.command[0]
     names = [host.name for host in wanted if host.name not in known]
-    answers = await ask_all(names, spec.remains.reach, host_facts, ["-I", "-", *arguments])
+    words = ["-I", "-", *arguments, *sys.path]
+    answers = await ask_all(names, spec.remains.reach, host_facts, words)
     facts = {host.name: known[host.name] for host in wanted if host.name in known}
     facts |= {name: json.loads(answer.text) for name, answer in answers.items() if answer.text}
     own = host_facts.look(*arguments)

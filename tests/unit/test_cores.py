@@ -12,6 +12,7 @@ from hvd_keras.launch.onhost.cores import (
     own_cores,
     ranges,
     usable_cores,
+    usable_gpus,
 )
 
 SHOW_THREADS = f"print(*[os.environ[name] for name in {THREAD_VARIABLES!r}])"
@@ -106,6 +107,17 @@ def test_thread_settings_of_the_user_stay(hvdrun):
     assert sorted(done.stdout.splitlines()) == [
         f"[{rank}] 77 {threads} {threads}" for rank in range(2)
     ]
+
+
+def test_gpus_that_are_counted(tmp_path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia11", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    visible = {None: 3, "": 0, "-1": 0, "1": 1, "0,11": 2, "0,-1,1": 1, "MIG-a,MIG-b": 2}
+    for value, count in visible.items():
+        environment = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
+        assert usable_gpus(environment, tmp_path) == count
+    (tmp_path / "empty").mkdir()
+    assert usable_gpus({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path / "empty") == 0
 
 
 def test_a_quota_of_any_group_above_limits_the_cores(tmp_path):

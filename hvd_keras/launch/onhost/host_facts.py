@@ -1,6 +1,6 @@
 """Host check, piped to Python on each host before a job: reports what is installed there.
 
-Its arguments say what to look at; it prints one line of JSON.
+Its arguments say what to look at, and where hvdrun finds modules; it prints one line of JSON.
 """
 
 import json
@@ -47,4 +47,5 @@ def look(directory: str, program: str) -> "dict[str, object]":
 
 
 if __name__ == "__main__":
-    print(MARK + json.dumps(look(*sys.argv[1:])))
+    sys.path[:0] = sys.argv[3:]
+    print(MARK + json.dumps(look(*sys.argv[1:3])))
