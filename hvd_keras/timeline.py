@@ -57,7 +57,7 @@ def merge(file: Path, *, keep: bool = False) -> str:
 
     Returns which ranks are missing, as text. Raises OSError.
     """
-    found = sorted(file.parent.glob(f"{glob.escape(file.name)}.rank-*"), key=_rank)
+    found = _parts(file)
     ranks: dict[int, tuple[str, list[Served]]] = {}
     size = 0
     for path in found:
@@ -77,8 +77,16 @@ def merge(file: Path, *, keep: bool = False) -> str:
     return f"the timeline {file} lacks ranks {', '.join(map(str, absent))}" if absent else ""
 
 
-def _rank(path: Path) -> int:
-    return int(path.name.rpartition("-")[2])
+def remove(file: Path) -> None:
+    """Remove the timeline of an earlier job. Raises OSError."""
+    for path in (file, *_parts(file)):
+        path.unlink(missing_ok=True)
+
+
+def _parts(file: Path) -> list[Path]:
+    """Return the ranks' files, by rank."""
+    found = file.parent.glob(f"{glob.escape(file.name)}.rank-*")
+    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
 
 
 def _events(ranks: Mapping[int, tuple[str, Sequence[Served]]]) -> Iterator[dict[str, Any]]:

@@ -67,6 +67,9 @@ class Job:
         folder = None if options.postmortem is None else _new_folder(options.postmortem)
         if folder is not None:
             options.settings["HVD_POSTMORTEM"] = str(folder)
+        if options.timeline is not None:
+            with refusing(f"--timeline got {options.timeline!r}, which cannot be replaced"):
+                timeline.remove(Path(options.timeline))
         output.start()
         spec.statistics.start(self._placement.size)
         spec.remains.hosts.update(host.name for host in self._placement.hosts)

@@ -165,8 +165,12 @@ def test_hvdrun_refuses_a_timeline_without_a_folder(hvdrun, path: str) -> None:
 
 
 def test_statistics_of_a_job_that_left_some_or_none(hvdrun) -> None:
-    done = hvdrun.run("-np", "1", "--stats", "python", "-c", "1")
+    for name in ("timeline.json", "timeline.json.rank-0"):  # of an earlier job
+        (hvdrun.folder / name).write_text('[0, 1, "host"]\n')
+    job = ("-np", "1", "--stats", "--timeline", "timeline.json")
+    done = hvdrun.run(*job, "python", "-c", "1")
     assert (done.returncode, done.stdout) == (0, "")
+    assert "timeline" not in done.stderr
     assert "no statistics: no rank has called hvd.init()" in done.stderr
     spent = {"requests": 3, "bytes": 5e9, "waiting_seconds": 1.0, "moving_seconds": 0.5}
     late = {"last": 7, "awaited_seconds": 0.1}
