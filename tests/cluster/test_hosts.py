@@ -35,6 +35,24 @@ def test_hosts_are_isolated(hosts: Hosts) -> None:
         assert sleeper.wait(timeout=60) == -signal.SIGTERM
 
 
+NONLOCAL = """
+ip link set lo up
+ip link add here type veth peer name there
+ip link set here up
+ip address add 10.1.2.3/24 dev here
+ip address add 10.1.2.4/24 dev here
+echo 1 > /proc/sys/net/ipv4/ip_nonlocal_bind
+"""
+
+
+def test_addresses_of_this_host_are_known_where_any_can_be_bound() -> None:
+    names = ["127.0.1.1", "10.1.2.3", "10.1.2.4", "10.1.2.5"]
+    code = f"from hvd_keras.launch.start.hosts import is_here; print(*map(is_here, {names}))"
+    command = ["unshare", "--net", "sh", "-ec", f'{NONLOCAL} exec "$@"', "-", sys.executable]
+    done = subprocess.run([*command, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split() == ["True", "True", "True", "False"], done
+
+
 @pytest.mark.slow
 def test_network_faults_can_be_injected_and_undone(hosts: Hosts) -> None:
     first, second, _ = hosts

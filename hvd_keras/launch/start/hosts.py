@@ -117,7 +117,9 @@ def is_here(name: str) -> bool:
         return True
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.bind((socket.gethostbyname(name), 0))  # works for own addresses only
+            address = socket.gethostbyname(name)
+            probe.bind((address, 0))  # works for own ones only, and for all with ip_nonlocal_bind
+            probe.connect((address, 9))  # works from own ones only; sends nothing
         except OSError:
             return False
     return True
