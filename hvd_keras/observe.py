@@ -67,20 +67,28 @@ _timeline: tuple[int, pathlib.Path] | None = None
 def _start_timeline(name: str, path: str) -> None:
     global _timeline
     file = pathlib.Path(agree.gather_json(name, os.path.abspath(path))[0])
+    rank, opened = rank_info.rank(), list[int]()
 
-    def begin() -> int:
+    def begin() -> None:
         if _timeline is not None:
             raise ValueError("a timeline is being written already. Call hvd.stop_timeline() first.")
         try:
-            return timeline.begin(file, rank_info.rank(), rank_info.size())
+            opened.append(timeline.begin(file, rank, rank_info.size()))
         except OSError as error:
             raise ValueError(
                 f"cannot make the file '{file}': {error.strerror}. Choose a path in a "
                 "folder that exists, has space and that every rank may write to."
             ) from error
 
-    libraries.core().hvd_trace(agree.on_all_ranks(name, begin))
-    _timeline = rank_info.rank(), file
+    try:
+        agree.on_all_ranks(name, begin)
+    except ValueError:
+        for descriptor in opened:
+            os.close(descriptor)
+            pathlib.Path(f"{file}.rank-{rank}").unlink()
+        raise
+    libraries.core().hvd_trace(*opened)
+    _timeline = rank, file
 
 
 def stop_timeline() -> None:

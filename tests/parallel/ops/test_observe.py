@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import pathlib
 import threading
 import time
@@ -135,6 +136,20 @@ def test_a_process_set_has_a_row_of_its_own(directory) -> None:
     assert rows == [(rank, some.process_set_id) for rank in range(SIZE - 1)]
     assert found[0]["args"]["process_set"] == some.process_set_id
     hvd.remove_process_set(some)
+
+
+def test_a_timeline_that_one_rank_cannot_write_leaves_nothing(directory) -> None:
+    path = directory / "t.json"
+    taken = directory / f"t.json.rank-{LATE}"
+    if RANK == LATE:
+        taken.mkdir()
+    before = os.listdir("/proc/self/fd")
+    hvd.barrier()
+    with pytest.raises(ValueError, match=r"cannot make .*t.json': Is a directory"):
+        hvd.start_timeline(path)
+    assert os.listdir("/proc/self/fd") == before
+    hvd.barrier()
+    assert [*directory.iterdir()] == [taken]
 
 
 def test_errors_of_rank_0_reach_all_ranks(directory) -> None:
