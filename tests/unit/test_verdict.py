@@ -20,6 +20,15 @@ def test_a_report_counts_more_than_an_end_without_one_just_before() -> None:
     assert judge(reports, 1).lines[0].startswith("rank 0 on server failed first: killed before")
 
 
+def test_a_rank_that_was_killed_after_another_has_ended_well_is_named() -> None:
+    """At the same moment, mpirun may have killed it because the other has left MPI so."""
+    for phase in ("", "ended"):
+        well = Report(0, 0, 10.0, phase=phase, gone=True)
+        told = judge([well, gone(1, 10.0 + 2 * TIE)], 137).lines
+        assert told == ["rank 1 on server failed first: killed before it could report", told[1]]
+        assert judge([well, gone(1, 10.0 + TIE / 2)], 137).lines[0].startswith("rank 0 exited")
+
+
 def test_ranks_that_were_asked_to_end_have_not_succeeded() -> None:
     """Even if they trap SIGTERM, save their work and exit with 0."""
     reports = [Report(rank, 0, 10.0, True) for rank in range(2)]

@@ -104,9 +104,12 @@ def first_failure(reports: Collection[Report]) -> Report | None:
     ended = _ended(reports)
     failed = [one for one in ended if one.status and not one.follows]
     # A rank that vanished without a report failed first, or mpirun killed it because of another
-    # rank's end, of which mpirun may learn before we do.
-    ends = [one.time for one in ended] + [one.time - TIE for one in failed]
-    failed += _vanished(reports, min(ends, default=float("inf")))
+    # rank's end, of which mpirun may learn before we do; because of a good end at once, or never.
+    well = [one for one in ended if one.status == 0 and one.phase in ("", "ended")]
+    ends = [one.time for one in ended if one not in well] + [one.time - TIE for one in failed]
+    for lost in _vanished(reports, min(ends, default=float("inf"))):
+        if not any(0 <= lost.time - one.time < TIE for one in well):
+            failed.append(lost)
     return min(failed, key=lambda one: one.time, default=None)
 
 
