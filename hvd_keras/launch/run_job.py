@@ -35,7 +35,7 @@ def _conclusion(folder: Path, more: str = "") -> str:
     """Say what the files of the ranks' requests show."""
     try:
         return f"postmortem: {postmortem.conclusion(folder)}{more}"
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         return f"postmortem: {error}"
 
 

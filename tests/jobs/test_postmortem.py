@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from hvd_keras import postmortem
+from hvd_keras.launch import run_job
 from tests.harness import ranks
 
 KILLED = """
@@ -58,6 +59,8 @@ def test_folders_that_hold_nothing(tmp_path: pathlib.Path) -> None:
         postmortem.read(tmp_path)
     with pytest.raises(ValueError, match="is not of this version of hvd_keras"):
         postmortem.read(tmp_path / "start-1")
+    (tmp_path / "rank-0.requests").mkdir()
+    assert run_job._conclusion(tmp_path).startswith("postmortem: [Errno 21] Is a directory")
 
 
 def test_folders_that_cannot_be_written(hvdrun) -> None:
