@@ -24,7 +24,7 @@ AUTO = 0
 # The variables of hvdrun's environment that ranks on other hosts get; --env adds further ones.
 PASSED = ("PATH", "LD_LIBRARY_PATH")
 PASSED_PREFIXES = (
-    *("HVD_", "TF_", "KERAS_", "PYTHON", "OMP_", "XLA_", "CUDA_", "NCCL_"),
+    *("HVD_", "TF_", "KERAS_", "PYTHON", "OMP_", "GOMP_", "KMP_", "XLA_", "CUDA_", "NCCL_"),
     *("OMPI_MCA_", "UCX_", "FI_", "I_MPI_", "MPICH_"),
 )
 

@@ -41,7 +41,7 @@ def test_a_job_on_three_hosts(hosts: Hosts, tmp_path: Path) -> None:
     """Host, arguments, input, settings and output of four ranks; none runs on hvdrun's host."""
     code = """
         print(socket.gethostname(), ascii(sys.argv[1:]), repr(sys.stdin.read()))
-        print(*map(os.environ.get, ("OMP_NUM_THREADS", "MINE", "TMPDIR")), os.getcwd())
+        print(*map(os.environ.get, ("OMP_NUM_THREADS", "MINE", "KMP_X", "TMPDIR")), os.getcwd())
         print(sorted(name for name in os.environ if name.startswith("HVDRUN")), file=sys.stderr)
         print("x" * 300_000)
         """
@@ -66,7 +66,7 @@ def test_a_job_on_three_hosts(hosts: Hosts, tmp_path: Path) -> None:
             *arguments,
             folder=tmp_path,
             stdin=stdin,
-            env=cluster.environment(MINE="$(mine)"),
+            env=cluster.environment(MINE="$(mine)", KMP_X="7"),
         )
     assert done.returncode == 0, done.stderr
     clean(hosts)
@@ -79,7 +79,7 @@ def test_a_job_on_three_hosts(hosts: Hosts, tmp_path: Path) -> None:
         temporary = hosts[int(name[-1]) - 1].temporary
         assert lines == [
             f"[{rank}] {name} {arguments!a} {given}",
-            f"[{rank}] {threads} $(mine) {temporary}/hvdrun-{number}/tmp {tmp_path}",
+            f"[{rank}] {threads} $(mine) 7 {temporary}/hvdrun-{number}/tmp {tmp_path}",
             f"[{rank}] {'x' * 300_000}",
         ]
         copy = (tmp_path / f"out/rank-{rank}.txt").read_text()
