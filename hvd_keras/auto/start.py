@@ -36,7 +36,7 @@ def auto(scale_batch: bool = False, np: int | None = None, hosts: str | None = N
     They compute their rows of each batch for it, until it ends: docs/auto.md.
 
     With ``np`` or ``hosts``, in a notebook or a script that hvdrun has not started, it starts the
-    others with Open MPI, and this process is the first rank. If one of them dies, a step that is
+    others, and this process is the first rank. If one of them dies, a step that is
     divided raises an error; later steps are computed here alone.
 
     Args:

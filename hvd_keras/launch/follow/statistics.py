@@ -165,7 +165,7 @@ class Collector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         statistics = self.statistics
-        past = {rank: [*own] for rank, own in statistics.past.items()}
+        past = {rank: [*own] for rank, own in [*statistics.past.items()]}
         latest = {rank: own[-1] for rank, own in past.items()}
         yield GaugeMetricFamily("hvd_ranks", "Ranks of the job.", value=statistics.size)
         yield CounterMetricFamily("hvd_restarts", "By hvdrun.", value=max(0, statistics.starts - 1))
