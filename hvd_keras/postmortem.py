@@ -36,8 +36,8 @@ CALLS, CALL_BYTES = 64, 512
 COUNT = struct.Struct("<Q")
 FILE_BYTES = FIRST_CALL + CALLS * CALL_BYTES
 
-# Lines of an error that are shown.
-_ERROR_LINES = 12
+# Of each rank, the requests and the lines of its error that are shown.
+_LAST_REQUESTS, _ERROR_LINES = 5, 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,8 +282,8 @@ def conclusion(folder: Path) -> str:
     return "\n".join(lines)
 
 
-def report(folder: Path, count: int) -> str:
-    """Return the conclusion, and each rank's last requests, ``count`` of them."""
+def report(folder: Path) -> str:
+    """Return the conclusion, and each rank's last requests."""
     paragraphs, ranks = [conclusion(folder)], read(folder)
     every = [one for rank in ranks.values() for one in rank.requests]
     over = max((max(one.submitted, one.started, one.ended) for one in every), default=0)
@@ -291,7 +291,7 @@ def report(folder: Path, count: int) -> str:
         lines = [f"rank {rank.rank} on {rank.host}"]
         if where := rank.where():
             lines.append(f"  {where}")
-        for request in rank.requests[-count:]:
+        for request in rank.requests[-_LAST_REQUESTS:]:
             at = time.strftime("%H:%M:%S", time.localtime(request.submitted // 10**9))
             at += f".{request.submitted // 10**6 % 1000:03}"
             took = f"{max(0, (request.ended or over) - request.submitted) / 1e6:.1f} ms"
@@ -315,12 +315,8 @@ def main() -> int:
         description="Says which rank of a failed job did something else first, and where.",
     )
     parser.add_argument("folder", type=Path, help="the folder of hvdrun --postmortem")
-    parser.add_argument(
-        "--requests", type=int, default=5, help="how many of each rank to show (default: 5)"
-    )
-    given = parser.parse_args()
     try:
-        print(report(given.folder, given.requests))
+        print(report(parser.parse_args().folder))
     except (OSError, ValueError) as error:
         print(f"postmortem: {error}", file=sys.stderr)
         return 2
