@@ -3,8 +3,8 @@
 import gc
 import sys
 
+from hvd_keras.auto import session
 from hvd_keras.auto.launching import SCALE_BATCH, SESSION
-from hvd_keras.launch import session
 from hvd_keras.launch.onhost import script
 from hvd_keras.runtime import settings
 

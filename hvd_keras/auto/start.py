@@ -16,10 +16,9 @@ import tensorflow as tf
 
 import hvd_keras
 from hvd_keras import lifecycle
-from hvd_keras.auto import hook, messages, worker
+from hvd_keras.auto import hook, messages, session, worker
 from hvd_keras.auto.launching import SESSION
 from hvd_keras.auto.run import function
-from hvd_keras.launch import session
 from hvd_keras.patches import scaled_fit
 from hvd_keras.runtime import rank_info, settings
 from hvd_keras.runtime.keras import is_legacy, replace, require

@@ -66,7 +66,8 @@ def test_only_settings_and_the_launcher_read_the_environment() -> None:
     ]
     allowed = {"hvd_keras/runtime/settings.py", "native/core/base/settings.cc"}
     # What starts programs, with an environment.
-    allowed |= {"hvd_keras/horovod/__main__.py", "hvd_keras/ray/stand_in.py"}
+    allowed |= {"hvd_keras/auto/session.py", "hvd_keras/horovod/__main__.py"}
+    allowed |= {"hvd_keras/ray/stand_in.py"}
     starters = ("hvd_keras/launch/", "hvd_keras/agents/")
     assert {r for r in readers if not r.startswith(starters)} <= allowed
 

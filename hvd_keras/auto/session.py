@@ -16,8 +16,8 @@ from pathlib import Path
 from hvd_keras.launch.onhost.cores import THREAD_VARIABLES
 from hvd_keras.runtime import libraries, settings
 
-# Environment variables that hold descriptors: MPICH's, through which a rank talks to mpirun.
-_DESCRIPTORS = ("PMI_FD",)
+# The environment variable that holds a descriptor: MPICH's, through which a rank talks to mpirun.
+_DESCRIPTOR = "PMI_FD"
 
 
 def start(np: int | None, hosts: str | None, *command: str) -> None:
@@ -51,11 +51,11 @@ def start(np: int | None, hosts: str | None, *command: str) -> None:
             [*hvdrun, *command, path], stdin=subprocess.DEVNULL, start_new_session=True
         )
         first = _accept(ear, job)
-    message, descriptors, _, _ = socket.recv_fds(first, 1, len(_DESCRIPTORS))
+    message, descriptors, _, _ = socket.recv_fds(first, 1, 1)
     with first.makefile() as text:
         environment = json.loads(message.decode() + text.readline())
-    there = [name for name in _DESCRIPTORS if name in environment]
-    environment |= {name: str(n) for name, n in zip(there, descriptors, strict=True)}
+    if descriptors:
+        environment[_DESCRIPTOR] = str(descriptors[0])
     os.environ.update({k: v for k, v in environment.items() if k not in THREAD_VARIABLES})
     settings.read.cache_clear()
     # While the thread holds the connection open, the process of the first rank lives.
@@ -88,7 +88,7 @@ def stand_in(path: str) -> None:
     except OSError:
         sys.exit("hvd.auto: the first of the hosts must be that of the session")
     message = json.dumps(dict(os.environ)).encode() + b"\n"
-    descriptors = [int(os.environ[name]) for name in _DESCRIPTORS if name in os.environ]
+    descriptors = [int(os.environ[_DESCRIPTOR])] if _DESCRIPTOR in os.environ else []
     socket.send_fds(session, [message[:1]], descriptors)
     session.sendall(message[1:])
     session.recv(1)
