@@ -15,10 +15,9 @@ from hvd_keras.launch.onhost import process, worker
 from hvd_keras.launch.onhost.cores import thread_settings, usable_cores, usable_gpus
 from hvd_keras.launch.onhost.fork_server import KEEP
 from hvd_keras.launch.start import hosts, slurm
-from hvd_keras.launch.start.all_hosts import Remains
 from hvd_keras.launch.start.hosts import Host, Placement, common_network
 from hvd_keras.launch.start.mpirun import VARIABLES, Dialect, Plan, find_mpirun
-from hvd_keras.launch.start.remote_shell import RemoteShell, kubectl_exec, ssh
+from hvd_keras.launch.start.remote_shell import Remains, RemoteShell, kubectl_exec, ssh
 
 POSTMORTEM = "postmortem"  # the folder of the ranks' requests in the job's, unless the user has one
 

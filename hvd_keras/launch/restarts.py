@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hvd_keras.launch import errors, options
 from hvd_keras.launch.errors import UsageError, say, say_once
@@ -22,9 +23,8 @@ from hvd_keras.launch.job_spec import JobSpec
 from hvd_keras.launch.onhost import host_facts, limits
 from hvd_keras.launch.run_job import Job
 from hvd_keras.launch.start import hosts
-from hvd_keras.launch.start.all_hosts import Remains, difference
 from hvd_keras.launch.start.hosts import Facts, Host, Placement
-from hvd_keras.launch.start.remote_shell import ask_all
+from hvd_keras.launch.start.remote_shell import Remains, ask_all
 
 
 async def run(spec: JobSpec) -> Verdict:
@@ -119,6 +119,27 @@ async def _sweep_lost(remains: Remains, signals: Signals, timeout: float) -> Non
         await signals.heed(asyncio.sleep(limits.WAIT_AGAIN))
     for name in sorted(remains.lost):
         say(f"{name} cannot be reached; processes or files of the job may remain there")
+
+
+# What must be equal on all hosts.
+_EQUAL = {name: name.lower() for name in ("Python", "hvd_keras", "TensorFlow", "Keras")}
+_EQUAL["hvd_keras in"] = "place"
+
+
+def difference(
+    theirs: Mapping[str, Any], own: Mapping[str, Any], directory: str, program: str
+) -> str:
+    """Return why a host with these facts cannot take part; empty if it can."""
+    for name, fact in _EQUAL.items():
+        got, expected = theirs[fact], own[fact]
+        if got != expected:
+            has = f"has {name} {got}" if got else f"has no {name}"
+            return f"{has}; expected {expected}, as here"
+    if not theirs["directory"]:
+        return f"has no folder {directory}; expected the folder in which hvdrun was started"
+    if not theirs["program"]:
+        return f"has no program {program}; expected it at the same path on all hosts"
+    return ""
 
 
 async def place(spec: JobSpec, look: bool = True) -> Placement:

@@ -16,11 +16,11 @@ from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.onhost import host_facts as probe
 from hvd_keras.launch.onhost import sweep
 from hvd_keras.launch.onhost.cores import usable_cores, usable_gpus
-from hvd_keras.launch.start import all_hosts, command, hosts, slurm
-from hvd_keras.launch.start.all_hosts import Remains
+from hvd_keras.launch.restarts import difference
+from hvd_keras.launch.start import command, hosts, slurm
 from hvd_keras.launch.start.hosts import Host, Placement
 from hvd_keras.launch.start.mpirun import find_mpirun
-from hvd_keras.launch.start.remote_shell import RemoteShell
+from hvd_keras.launch.start.remote_shell import Remains, RemoteShell
 from tests.harness.launcher import FOREVER, wait_until
 
 VERSIONS = {
@@ -237,7 +237,7 @@ def test_a_range_of_hosts() -> None:
 
 def test_a_host_whose_keras_differs_is_refused() -> None:
     own = probe.look("/tmp", "/bin/sh")
-    told = all_hosts.difference(own | {"keras": "3.0.0"}, own, "/tmp", "/bin/sh")
+    told = difference(own | {"keras": "3.0.0"}, own, "/tmp", "/bin/sh")
     assert told == f"has Keras 3.0.0; expected {own['keras']}, as here"
 
 
@@ -255,8 +255,8 @@ def test_a_host_whose_keras_differs_is_refused() -> None:
 def test_a_host_that_differs_is_refused(fact: str, value: object, words: str) -> None:
     own = probe.look("/tmp", "/bin/sh")
     assert own[fact], "the probe finds nothing here"
-    assert all_hosts.difference(own, own, "/tmp", "/bin/sh") == ""
-    told = all_hosts.difference(own | {fact: value}, own, "/tmp", "/bin/sh")
+    assert difference(own, own, "/tmp", "/bin/sh") == ""
+    told = difference(own | {fact: value}, own, "/tmp", "/bin/sh")
     assert told == words.format(own[fact])
 
 

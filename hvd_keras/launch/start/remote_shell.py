@@ -7,21 +7,23 @@ hvdrun and mpirun reach other hosts through a program that is called as ssh is:
 It runs the text there with its own stdin, stdout and stderr, exits with the text's status, or with
 255 and a last line on stderr that says why if HOST cannot be reached. When it is killed, or its
 stdin ends, the command there may live on: hvdrun finds and ends what belongs to a job by itself
-(`all_hosts`). Every program of this kind will do (`hvdrun --remote-shell PROGRAM`): ssh, or
+(`Remains`). Every program of this kind will do (`hvdrun --remote-shell PROGRAM`): ssh, or
 `kubectl_exec`, for pods, which says ENDED where others exit with another status than 255.
 Inside a SLURM allocation `slurm.Srun` has the first two methods, and starts the ranks itself.
 """
 
 import asyncio
+import secrets
 import shlex
 import subprocess
 import sys
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvd_keras.launch.onhost import FAILED, limits
+from hvd_keras.launch.errors import say
+from hvd_keras.launch.onhost import FAILED, limits, sweep
 from hvd_keras.launch.start.command import run
 from hvd_keras.launch.start.hosts import is_here
 from hvd_keras.launch.start.slurm import Srun
@@ -154,6 +156,40 @@ async def ask_all(
         return Answer("", f"cannot run {sys.executable}: {why}")
 
     return dict(zip(names, await asyncio.gather(*map(ask, names)), strict=True))
+
+
+@dataclass
+class Remains:
+    """What may be left of a job, and on which hosts."""
+
+    reach: Reach
+    is_local: bool = False  # on this host alone
+    starts: list[str] = field(default_factory=list)  # the numbers of the job's starts
+    # The number of the servers that have the ranks' imports ready.
+    server: str = field(default_factory=lambda: secrets.token_hex(8))
+    hosts: set[str] = field(default_factory=set)  # of all starts
+    lost: set[str] = field(default_factory=set)  # of these, what could not be reached after one
+
+    async def sweep(
+        self, names: Collection[str], grace: float = 0.0, *, servers: bool = False
+    ) -> set[str]:
+        """Kill processes and remove files on these hosts; returns those that are lost."""
+        jobs = [*self.starts, *[self.server] * servers]
+        if self.is_local:
+            stuck = await asyncio.to_thread(sweep.sweep, jobs, grace)
+            answers = {"": Answer(" ".join(map(str, stuck)))}
+        else:
+            answers = await ask_all(names, self.reach, sweep, ["-I", "-S", "-", str(grace), *jobs])
+        for name, answer in answers.items():
+            where = f"{name}: " if name else ""
+            if answer.problem and not answer.away:
+                say(f"{where}the clean-up failed: it {answer.problem}")
+            if answer.text:
+                processes = ", ".join(answer.text.split())
+                say(f"{where}cannot kill process {processes} of the job")
+        lost = {name for name, answer in answers.items() if answer.away}
+        self.lost = self.lost - set(names) | lost
+        return lost
 
 
 def last_line(text: str) -> str:
