@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hvd_keras.auto import launching
 from hvd_keras.horovod import horovodrun
-from hvd_keras.launch import job_spec, options, restarts
+from hvd_keras.launch import job_spec, options, run_job
 from hvd_keras.launch.errors import UsageError, say
 from hvd_keras.launch.follow import statistics
 from hvd_keras.launch.follow.supervise import raise_open_files
@@ -29,7 +29,7 @@ def _launch() -> int:
         die_with_parent(int(given.call[0]), signal.SIGTERM)
     asked = job_spec.build(given)
     if asked.options.dry_run:
-        placement = asyncio.run(restarts.place(asked, look=False))
+        placement = asyncio.run(run_job.place(asked, look=False))
         names = (Path("JOB_DIRECTORY"), "JOB", "", "HVDRUN_ADDRESS")
         print(asked.plan(placement, *names).describe())
         print(f"each rank: {shlex.join(asked.command)}")
@@ -39,7 +39,7 @@ def _launch() -> int:
         address, port = given.metrics
         statistics.serve(address, port, asked.statistics)
     try:
-        return asyncio.run(restarts.run(asked)).status
+        return asyncio.run(run_job.run(asked)).status
     finally:
         if given.call is not None and os.getppid() != int(given.call[0]):
             shutil.rmtree(given.call[1], ignore_errors=True)  # its owner was killed

@@ -16,7 +16,7 @@ from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.onhost import host_facts as probe
 from hvd_keras.launch.onhost import sweep
 from hvd_keras.launch.onhost.cores import usable_cores, usable_gpus
-from hvd_keras.launch.restarts import difference
+from hvd_keras.launch.run_job import difference
 from hvd_keras.launch.start import command, hosts, slurm
 from hvd_keras.launch.start.hosts import Host, Placement
 from hvd_keras.launch.start.mpirun import find_mpirun
