@@ -69,10 +69,6 @@ def _words(option: str, text: str) -> list[str]:
         ) from error
 
 
-def _one_interface(option: str, text: str) -> str:
-    return _expect("," not in text, option, text, "one interface")
-
-
 def _variable(option: str, text: str) -> str:
     return _expect(text in os.environ, option, text, "the name of a variable that is set")
 
@@ -202,7 +198,6 @@ _DETAILS: dict[str, dict[str, Any]] = {
 _POSITIVE, _NOT_NEGATIVE = functools.partial(_at_least, 1), functools.partial(_at_least, 0)
 _TYPES: dict[str, Callable[[str, str], Any]] = {
     "-np": _size,
-    "--network-interface": _one_interface,
     "--env": _variable,
     "--timeline": _new_file,
     "--metrics": statistics.parse_address,

@@ -106,7 +106,6 @@ def test_options_of_horovodrun(given, attribute, expected, told, capsys) -> None
         (["--jsrun"], "start the script with jsrun"),
         (["--fusion-threshold-mb", "x"], "whole number"),
         (["--log-level", "loud"], "expected debug"),
-        (["--network-interfaces", "eth0,eth1"], "expected one interface"),
     ],
 )
 def test_options_of_horovodrun_that_are_refused(given, told) -> None:
