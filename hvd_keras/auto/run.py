@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager import record
 
 from hvd_keras.auto import keep, messages, worker
 from hvd_keras.auto.emit import Side
@@ -53,6 +54,9 @@ class Divided:
         args, kwargs = tf.nest.pack_sequence_as(both, leaves)
         if any(isinstance(x, (tf.Variable, tf.__internal__.CompositeTensor)) for x in leaves):
             self._tell("an argument is a variable, an iterator, or a ragged or sparse tensor")
+            return self._whole(*args, **kwargs)
+        if record.could_possibly_record():
+            self._tell("a GradientTape around it needs its gradients")
             return self._whole(*args, **kwargs)
         tensors = [x for x in leaves if isinstance(x, tf.Tensor)]
         rows = _rows(tensors)

@@ -101,12 +101,16 @@ class Trainer:
 
 
 def loop():
-    """Own loops; a step that fails, on each rank, after which the script goes on."""
+    """Own loops, an eager tape, a step that fails, on each rank, after which the script goes on."""
     net = Own(mse)
     trainer, found = Trainer(net), []
     for batch in tf.data.Dataset.from_tensor_slices((x, y)).shuffle(70, seed=1).batch(16):
         found += [float(v) for v in trainer.step(*batch, weight=0.5).values()]
     print("loop", np.round(found, 4).tolist())
+    with tf.GradientTape() as tape:
+        loss = mse(tf.function(lambda rows: net(rows))(x), y)
+    grads = tape.gradient(loss, net.trainable_variables)
+    print("tape", np.round([np.abs(g).sum() for g in grads], 4).tolist())
     keras.utils.set_random_seed(3)
     layers = keras.layers.Embedding(9, 4), keras.layers.Flatten(), keras.layers.Dense(1)
     net = keras.Sequential(layers)
