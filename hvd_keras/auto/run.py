@@ -37,7 +37,7 @@ class Divided:
         """``body`` is what is traced, ``whole`` computes the same on this rank alone."""
         self._body, self._whole, self.name = body, whole, name
         self._traces: dict[Any, Pace] = {}
-        self._captured: list[Any] = []  # keeps what the traces have captured
+        self._kept: list[Any] = []  # what the traces have captured, and what their keys name
 
     @classmethod
     def of_step(cls, step: Callable[[Any], Any], name: str) -> "Divided":
@@ -70,6 +70,7 @@ class Divided:
         try:
             if key not in self._traces:
                 self._traces[key] = Pace(self.name)
+                self._kept += [x for x in leaves if not isinstance(x, tf.Tensor)]
             whole = functools.partial(self._whole, *args, **kwargs)
             divide = functools.partial(self._divide, args, kwargs, rows)
             return self._traces[key].step(tensors, rows, whole, divide)
@@ -114,7 +115,7 @@ class Divided:
                 f"hvdrun --auto computes on the first rank alone, in {self.name}: "
                 f"{', '.join(plan.whole[:3])}{more}. They compare rows, or have no rule."
             )
-        self._captured.append(traced)
+        self._kept.append(traced)
         return run
 
 

@@ -111,6 +111,8 @@ def loop():
         loss = mse(tf.function(lambda rows: net(rows))(x), y)
     grads = tape.gradient(loss, net.trainable_variables)
     print("tape", np.round([np.abs(g).sum() for g in grads], 4).tolist())
+    total = tf.function(lambda rows, by: tf.reduce_sum(by(rows)))
+    print("calls", [float(total(x, lambda rows, k=k: rows * k)) for k in (1, 2, 3)])
     keras.utils.set_random_seed(3)
     layers = keras.layers.Embedding(9, 4), keras.layers.Flatten(), keras.layers.Dense(1)
     net = keras.Sequential(layers)
