@@ -1,6 +1,7 @@
 """Functions and commands go from the first rank to the others, which run no script but a loop."""
 
 import signal
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +14,7 @@ from hvd_keras.runtime import objects
 
 _DONE = "done"  # the op that needs all requests
 _count = 0  # functions that the others have got
-
-#: A graph in binary form, and the requests that it makes.
-Sent = tuple[bytes, Requests]
+_over: list[int] = []  # those that are gone here, but not there
 
 
 def next_name() -> str:
@@ -26,13 +25,8 @@ def next_name() -> str:
 def share(mine: Any, theirs: tf.Graph) -> Callable[[list[Any]], Any]:
     """On the first rank: send the others' part of a function; return what runs both."""
     global _count
-    sent = finished(theirs)
-    with messages.uninterrupted():
-        messages.command(NEW)
-        objects.broadcast_object(sent, name="auto.function")
-        number, _count = _count, _count + 1
-        if failures := messages.command(AGAIN):
-            raise WholeError("rank {rank} cannot load it: {text}".format(**failures[0]))
+    graph, requests = finished(theirs)
+    number, _count = _count, _count + 1
 
     def run(tensors: list[Any]) -> Any:
         with messages.uninterrupted():
@@ -40,16 +34,23 @@ def share(mine: Any, theirs: tf.Graph) -> Callable[[list[Any]], Any]:
                 messages.command(number)
                 return mine(*tensors)
             except BaseException as error:
-                found = messages.cancel(sent[1], error)
+                found = messages.cancel(requests, error)
                 if found is error:
                     raise
                 raise found from None
 
+    weakref.finalize(run, _over.append, number)
+    with messages.uninterrupted():
+        messages.command(NEW)
+        gone = [_over.pop() for _ in range(len(_over))]
+        objects.broadcast_object((graph, requests, gone), name="auto.function")
+        if failures := messages.command(AGAIN):
+            raise WholeError("rank {rank} cannot load it: {text}".format(**failures[0]))
     return run
 
 
-def finished(graph: tf.Graph) -> Sent:
-    """Return a graph as it is sent, once all its ops are there."""
+def finished(graph: tf.Graph) -> tuple[bytes, Requests]:
+    """Return a graph in binary form, once all its ops are there, and the requests that it makes."""
     ops = [op for op in graph.get_operations() if op.op_def.is_stateful]
     with graph.as_default(), tf.control_dependencies(ops):
         tf.constant(0, name=_DONE)
@@ -75,17 +76,17 @@ def work() -> None:
             return
         try:
             if number == NEW:
-                graph, requests = objects.broadcast_object(None, name="auto.function")
-                functions.append((loaded(graph), requests))
+                functions.append((None, ()))
+                graph, requests, gone = objects.broadcast_object(None, name="auto.function")
+                for one in gone:
+                    functions[one] = None, ()
+                functions[-1] = loaded(graph), requests
             else:
-                function, requests = functions[number]
-                function()
+                functions[number][0]()
         except Exception as error:  # here or, in the middle of a step, elsewhere
             failure = messages.failure_of(error)
-            if number == NEW:
-                functions.append((None, requests))
-            else:
-                refusals = messages.Refusals(requests)
+            if number != NEW:
+                refusals = messages.Refusals(functions[number][1])
 
 
 def loaded(graph: bytes) -> Any:

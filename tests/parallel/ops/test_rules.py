@@ -1,6 +1,9 @@
 """Every rule of automatic mode's tables: what the ranks compute divided is what one computes."""
 
+import gc
 import itertools
+import signal
+import weakref
 
 import keras
 import numpy as np
@@ -9,7 +12,7 @@ import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
 import hvd_keras as hvd
-from hvd_keras.auto import rules, worker
+from hvd_keras.auto import messages, rules, worker
 from hvd_keras.auto.emit import Side
 from hvd_keras.auto.plan import Plan
 from hvd_keras.auto.run import planned
@@ -329,3 +332,23 @@ def test_batch_normalization_takes_three_rounds():
     rounds = [(at, kind) for at, kind, _ in plan.exchanges.values()]
     assert len({at for at, kind in rounds if kind == "allreduce"}) == 2 * 3
     assert {kind for at, kind in rounds if at > 0} == {"allreduce", "reduce"}
+
+
+def test_workers_free_what_the_first_rank_has_freed(monkeypatch):
+    if hvd.rank() == 0:
+        for _ in range(3):
+            worker.share(None, tf.Graph())
+        messages.command(messages.STOP)
+        return
+    load, kept, counts = worker.loaded, weakref.WeakSet(), []
+
+    def loaded(graph):
+        gc.collect()
+        counts.append(len(kept))
+        kept.add(found := load(graph))
+        return found
+
+    monkeypatch.setattr(worker, "loaded", loaded)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    worker.work()
+    assert counts == [0, 0, 0]
