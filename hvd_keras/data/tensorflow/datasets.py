@@ -7,6 +7,7 @@ step, and some of the ranks might have counted it in ``optimizer.iterations``.
 
 import collections
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,6 +26,7 @@ _ELEMENTWISE = {"AssertCardinality", "Cache", "Map", "Options", "ParallelMap", "
 PASSING_ON = _ELEMENTWISE - {"Cache"}
 _BATCHING = {"Batch", "ParallelBatch", "PaddedBatch", "Rebatch"}
 _WARNING_SECONDS = 30
+_COMPARED = 16  # rows by which ranks see whether they have the same
 
 
 def has_static_batches(source: Any) -> bool:
@@ -49,13 +51,13 @@ def dataset_source(
         raise ValueError("batch_size=None, expected rows per rank and step, as in batch_size=32.")
     seeds = seeds_of(source, alone=split.size == 1)
     description = f"{batched=}, shuffles with the seeds {seeds}"
-    first = None
+    some: list[Any] = []
     # Of a dataset that shuffles itself this also shows whether one rank has begun more passes of it
     # than others, for example to look at some rows. All numbers of ranks begin equally many.
     if split.uneven == "pad" or split.size > 1 or seeds:
-        first = _first(source if batched else source.batch(1))
-    if first is not None:
-        description += f", first element {reading.digest(reading.y_of(first, arrays.flatten))}"
+        some = _first(source, 1) if batched else _first(source.batch(1), _COMPARED)
+    parts = [part for one in some for part in reading.y_of(one, arrays.flatten)]
+    description += f", first elements {reading.digest(parts)}"
     known = int(source.cardinality()) >= 0
     length, own_size, counts = _measure(source) if batched else (_length(source), None, None)
     if length == 0:
@@ -91,7 +93,7 @@ def dataset_source(
             tf.random.set_seed(seed % (2**31 - 2) + 1)
             buffer = length if shuffle is True else shuffle
             rows = rows.shuffle(buffer, epoch, reshuffle_each_iteration=False)
-        mine = _mine(rows.skip(row), left, wanted, split, first if pads else None)
+        mine = _mine(rows.skip(row), left, wanted, split, some[0] if pads else None)
         mine = _batch(mine, size, whole) if batched else mine.batch(size, drop_remainder=whole)
         return _with_weights(mine, left, length, size, split) if pads else mine
 
@@ -124,12 +126,12 @@ def _mine(
     return mine.concatenate(fill.repeat(tf.maximum(wanted - own, 0)))
 
 
-def _first(source: Any) -> Any:
+def _first(source: Any, count: int) -> list[Any]:
     elements = iter(source)
-    first = next(elements, None)
+    some = list(itertools.islice(elements, count))
     if _has_cache(source):
         collections.deque(elements, maxlen=0)
-    return first
+    return some
 
 
 def _has_cache(source: Any) -> bool:
@@ -218,18 +220,40 @@ def seeds_of(source: Any, alone: bool) -> list[tuple[int, int]]:
     made_of = list(nodes(source))
     shuffles = [node for node in made_of if kind_of(node) in ("Shuffle", "Random")]
     seeds = [(int(node._seed), int(node._seed2)) for node in shuffles]
-    if not alone and (0, 0) in seeds:
+    if alone:
+        return seeds
+    ops = [op for node in made_of for one in node._functions() for op in _ops(one.function.graph)]
+    if (0, 0) in seeds or any(map(_is_unseeded, ops)):
         raise ValueError(
             "the dataset shuffles without a seed, so its order differs by rank. Give it a seed, "
             "dataset.shuffle(…, seed=1), Dataset.list_files(…, seed=1), or let "
             "hvd.data.shard(…, shuffle=True) shuffle."
         )
-    if not alone and any(getattr(node, "_deterministic", None) == "false" for node in made_of):
+    hasty = [getattr(node, "_deterministic", None) for node in made_of]
+    hasty += [op.node_def.attr["deterministic"].s.decode() for op in ops]
+    if "false" in hasty:
         raise ValueError(
             "the dataset has deterministic=False, so its order differs by rank. Remove that from "
             "map() and interleave()."
         )
     return seeds
+
+
+def _ops(graph: Any) -> Iterator[Any]:
+    """Yield the ops of a function and, recursively, of those that it calls."""
+    for op in graph.get_operations():
+        yield op
+        for attr in op.node_def.attr.values():
+            if attr.HasField("func"):
+                yield from _ops(graph._get_function(attr.func.name).graph)
+
+
+def _is_unseeded(op: Any) -> bool:
+    """Whether an op shuffles, or draws, elements of a dataset in another order on each rank."""
+    if not op.type.startswith(("Shuffle", "RandomDataset")):
+        return False
+    of = dict(zip((arg.name for arg in op.op_def.input_arg), op.inputs, strict=True))
+    return all(tf.get_static_value(of[name]) == 0 for name in ("seed", "seed2"))
 
 
 def _measure(source: Any) -> tuple[int, int, list[int] | None]:

@@ -289,8 +289,9 @@ def test_same_shapes_with_other_values_are_refused_on_all_ranks() -> None:
     text = error_of(data.shard, (x, other), batch_size=2)
     assert "the ranks have different values or orders of rows: rank 0: sample " in text
     assert "9" not in text.partition(": sample ")[0]  # nothing that is equal
-    rows = tf.data.Dataset.from_tensor_slices((x, other))
-    assert "first element" in error_of(data.shard, rows, batch_size=2)
+    for labels in other, np.where(y == 8, RANK, 0):  # which differ from the first or last row on
+        rows = tf.data.Dataset.from_tensor_slices((x, labels))
+        assert "first elements" in error_of(data.shard, rows, batch_size=2)
     assert "sample" in error_of(data.shard, Batches(x, other))
     augmented = np.random.default_rng(RANK).normal(size=(9, 2))  # x may differ, y may not
     assert len(data.shard(Batches(augmented, y), uneven="pad")) >= 1

@@ -189,10 +189,18 @@ def test_own_shuffle_of_a_dataset_is_kept_and_needs_a_seed() -> None:
         steps = [sorted(order[i : i + TOGETHER]) for i in range(0, LENGTH, TOGETHER)]
         assert of_all(dataset) == steps
     if SIZE > 1:
-        text = error_of(data.shard, rows_dataset().shuffle(9), batch_size=BATCH)
-        assert "shuffle(…, seed=1)" in text
-        unordered = rows_dataset().map(lambda x, y: (x, y), 2, deterministic=False)
-        assert "deterministic=False" in error_of(data.shard, unordered, batch_size=BATCH)
+
+        def unordered() -> tf.data.Dataset:
+            return rows_dataset().map(lambda x, y: (x, y), 2, deterministic=False)
+
+        one = tf.data.Dataset.range(1)
+        for text, make in {
+            "shuffle(…, seed=1)": lambda: rows_dataset().shuffle(9),
+            "deterministic=False": unordered,
+        }.items():
+            within = one.flat_map(lambda _, make=make: one.interleave(lambda _: make()))
+            for rows in make(), within:
+                assert text in error_of(data.shard, rows, batch_size=BATCH)
 
 
 def test_rows_left_out_and_long_counts_are_told(monkeypatch) -> None:
