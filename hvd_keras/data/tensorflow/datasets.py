@@ -262,7 +262,8 @@ def _measure(source: Any) -> tuple[int, int, list[int] | None]:
     The last is None if at most the last batch is short.
     """
     node = below(source, _ELEMENTWISE)
-    if kind_of(node) not in ("Batch", "ParallelBatch", "PaddedBatch"):
+    is_plain = kind_of(node) in ("Batch", "ParallelBatch", "PaddedBatch")
+    if not is_plain or changes_rows(source, _ELEMENTWISE):
         counts = _read_counts(source, _rows)
         return sum(counts), max(counts, default=1), counts
     # The length of what batch() was called on tells all, without reading batches.
@@ -299,6 +300,33 @@ def below(source: Any, kinds: set[str]) -> Any:
     while kind_of(source) in kinds:
         (source,) = source._inputs()
     return source
+
+
+def changes_rows(source: Any, kinds: set[str]) -> bool:
+    """Whether a map above what ``below`` returns may change the number of a batch's rows."""
+    while kind_of(source) in kinds:
+        if kind_of(source) in ("Map", "ParallelMap") and not _keeps_rows(source):
+            return True
+        (source,) = source._inputs()
+    return False
+
+
+def _keeps_rows(node: Any) -> bool:
+    """Whether a map is known to return as many rows as it gets."""
+    (function,) = (one.function for one in node._functions())
+    graph, many = function.graph, 7919  # which no function makes of another number
+    parts = graph.inputs[: len(graph.inputs) - len(function.captured_inputs)]
+    sizes = {t.name: t.shape[0] or many for t in parts if t.shape.rank and t.dtype != tf.variant}
+    names = [t.name for t in graph.outputs if t.dtype != tf.variant]
+    with tf.Graph().as_default():  # which never runs
+        given = {
+            t.name: tf.compat.v1.placeholder(t.dtype, [sizes[t.name], *t.shape[1:]])
+            for t in parts
+            if t.name in sizes
+        }
+        found = tf.graph_util.import_graph_def(graph.as_graph_def(), given, names)
+    # The parts of a batch have equally many rows: to know it of one is enough.
+    return any(t.shape.rank and t.shape[0] in sizes.values() for t in found)
 
 
 def _rows(batch: Any) -> Any:

@@ -188,16 +188,20 @@ def repeated(dataset: Any) -> Passes | None:
 
 
 def batch_of(dataset: Any) -> int | None:
-    """Return how many rows of a sharded source a batch of this rank has; None for other data."""
+    """Return how many rows a batch of this rank has, if a sharded source tells; else None."""
     passes = _pass_below(dataset)
-    return None if passes is None else passes.source.batch_size * passes.split.parts
+    if passes is None or datasets.changes_rows(dataset, _AROUND):
+        return None
+    return passes.source.batch_size * passes.split.parts
+
+
+_AROUND = datasets.PASSING_ON | {"Repeat"}
 
 
 def _pass_below(dataset: Any) -> Passes | None:
     if not isinstance(dataset, tf.data.Dataset):
         return None
-    node = datasets.below(dataset, datasets.PASSING_ON | {"Repeat"})
-    return getattr(node, "_hvd_pass", None)
+    return getattr(datasets.below(dataset, _AROUND), "_hvd_pass", None)
 
 
 def seekable(dataset: Any) -> Passes | None:

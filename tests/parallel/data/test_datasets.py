@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from hvd_keras import data
-from hvd_keras.data.tensorflow import datasets
+from hvd_keras.data.tensorflow import datasets, sharding
 from hvd_keras.runtime import agree, log
 from tests.harness import training
 from tests.harness.shards import (
@@ -24,6 +24,7 @@ from tests.harness.shards import (
     numbered,
     of_all,
     rows_dataset,
+    rows_of,
     samples,
     shard,
     tuples,
@@ -59,6 +60,19 @@ def test_batched_dataset_gives_its_batches_to_the_ranks(make) -> None:
 
 
 PARTS = [lambda x, y: x, lambda x, y: y]
+
+
+@pytest.mark.parametrize("arguments", [{}, {"batch_size": 3}, {"shuffle": True}, {"uneven": "pad"}])
+def test_a_map_may_change_the_number_of_rows(arguments) -> None:
+    def twice(x, y):
+        return tf.concat([x, x + LENGTH], 0), tf.concat([y, y - LENGTH], 0)
+
+    dataset = data.shard(rows_dataset().batch(BATCH).map(twice), **arguments)
+    assert sorted(rows_of(job_pass(dataset))) == [*range(2 * LENGTH)]
+    # Then fit asks in each step how many rows each rank has.
+    size = sharding.batch_of(dataset)
+    assert size == sharding.batch_of(dataset.map(lambda x, *y: (x / 2, *y)).prefetch(1))
+    assert sharding.batch_of(dataset.map(lambda x, *_: x[x > 9])) is None
 
 
 def test_length_of_a_batched_dataset_is_known() -> None:
