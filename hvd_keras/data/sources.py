@@ -178,7 +178,8 @@ def check_source(
     """Raise ValueError on all ranks if their sources or arguments (``given``) cannot be used."""
     # The first that differs is told; it often is why later ones do.
     facts = {
-        "arguments": f"batch_size={rows.batch_size}, {given}",
+        "arguments": given,
+        "rows per batch": rows.batch_size,
         "numbers of rows": rows.length,
         "shapes or dtypes of rows": _TENSOR_SPEC.sub(r"\2\1", str(rows.spec)),
         "values or orders of rows": rows.description,

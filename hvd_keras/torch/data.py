@@ -81,7 +81,7 @@ def shard(
     reader, spec, loading = agree.on_all_ranks("hvd.data.shard", look, process_set)
     described = reader.description, reader.is_shuffled, None, reader.unit
     rows = Source(spec, *reader.numbers(), *described)
-    given = f"{shuffle=}, {seed=}, {start_epoch=}, {uneven=}, {evaluation=}"
+    given = f"{batch_size=}, {shuffle=}, {seed=}, {start_epoch=}, {uneven=}, {evaluation=}"
     sources.check_source(rows, given, split, uneven, shuffle is False, process_set)
     return Loader(reader, Passes(start_epoch, None, rows, split), seed, **loading)
 

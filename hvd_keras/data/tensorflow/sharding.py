@@ -113,7 +113,7 @@ def shard(
         return _open(source, size, shuffle, seed, split), split
 
     rows, split = agree.on_all_ranks("hvd.data.shard", look, process_set)
-    given = f"{shuffle=}, {seed=}, {start_epoch=}, {uneven=}, {evaluation=}"
+    given = f"{batch_size=}, {shuffle=}, {seed=}, {start_epoch=}, {uneven=}, {evaluation=}"
     sources.check_source(rows, given, split, uneven, shuffle is False, process_set)
     is_dataset = isinstance(source, tf.data.Dataset)
     shuffling = source if is_dataset and datasets.seeds_of(source, alone=True) else None

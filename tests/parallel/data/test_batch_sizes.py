@@ -152,5 +152,8 @@ def test_lists_that_cannot_be_used() -> None:
         assert f"expected {SIZE} numbers" in error_of(
             lambda s=sizes: hvd.data.shard(x, batch_size=s)
         )
+    sizes = [2, *[1] * (SIZE - 1)]
+    differ = error_of(lambda: hvd.data.shard(x, batch_size=[sizes, sizes[::-1]][RANK % 2]))
+    assert "different arguments: rank 0: batch_size=[2, 1" in differ
     dataset = tf.data.Dataset.from_tensor_slices(x)
     assert "is a list" in error_of(lambda: hvd.data.shard(dataset, batch_size=SIZES))

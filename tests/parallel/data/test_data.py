@@ -403,7 +403,7 @@ def test_sources_that_differ_are_refused_on_all_ranks(kind: str) -> None:
     assert re.search("different arguments: rank 0: [^;]* seed=0, [^;]*; rank 1: .* seed=1, ", text)
     assert "Give every rank the same arguments" in text
     same_length = Batches(*numbered(24), size=2 + RANK)
-    assert "batch_size=3" in error_of(data.shard, same_length)
+    assert "rows per batch: rank 0: 2; rank 1: 3" in error_of(data.shard, same_length)
     assert len(shard(kind, *numbered(9))) >= 1
 
 
