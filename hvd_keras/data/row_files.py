@@ -210,25 +210,29 @@ class Rows:
 
     def __init__(self, source: Any) -> None:
         # Of a Hugging Face dataset many rows are read at once, as arrays.
-        self._columns = source.with_format("numpy") if hasattr(source, "with_format") else None
-        self._source = source
+        self._has_columns = hasattr(source, "with_format")
+        plain = source.with_format("numpy") if self._has_columns else source
+        has_transform = self._has_columns and source.format["type"] == "custom"
+        self._source = source if has_transform else plain
         self.length = len(source)
         self.starts = np.array([*range(0, self.length, _BLOCK), self.length])
         self.specs: list[Any] = []
         if not self.length:
             return
-        first = source[0] if self._columns is None else self._columns[0]
+        some = np.unique(np.linspace(0, self.length - 1, _CHECKED).astype(int))
+        first = self._columns(self._source, some) if self._has_columns else source[0]
         self._like = reading.with_tuples(first)
-        found = self._get(np.unique(np.linspace(0, self.length - 1, _CHECKED).astype(int)))
+        found = self._get(self._source, some)
         self.specs = list(map(reading.like, found))
         self.row_bytes = sum(part.nbytes for part in found) / len(found[0])
-        self.description = f"sample {reading.digest(found)}"
+        # A transform may be random.
+        self.description = f"sample {reading.digest(self._get(plain, some))}"
 
     def look_up(self, rows: Any) -> list[Any]:
         """Return the parts of some rows."""
         if not len(rows):
             return self.specs
-        found = self._get(rows)
+        found = self._get(self._source, rows)
         for part, like in zip(found, self.specs, strict=True):
             mine = reading.like(part)
             if mine.shape != like.shape or mine.dtype != like.dtype:
@@ -242,11 +246,15 @@ class Rows:
         """Nest what ``look_up`` returned."""
         return pack(self._like, parts)
 
-    def _get(self, rows: Any) -> list[Any]:
-        if self._columns is not None:
-            found = flatten(self._columns[rows.tolist()])
+    def _get(self, source: Any, rows: Any) -> list[Any]:
+        if self._has_columns:
+            found = flatten(self._columns(source, rows))
         else:
             # As many parts in each row as in the first.
-            each = [flatten(self._source[int(row)]) for row in rows]
+            each = [flatten(source[int(row)]) for row in rows]
             found = [np.stack([np.asarray(p) for p in parts]) for parts in zip(*each, strict=True)]
         return list(map(reading.as_fit_casts, found))
+
+    @staticmethod
+    def _columns(source: Any, rows: Any) -> dict[str, Any]:
+        return {name: np.asarray(part) for name, part in source[rows.tolist()].items()}

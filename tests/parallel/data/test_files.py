@@ -145,13 +145,16 @@ class Squares:
         return {"x": np.int64(row), "y": np.full(2, row**2, float), "text": str(row)}
 
 
-@pytest.mark.parametrize("kind", ["grain", "datasets"])
+@pytest.mark.parametrize("kind", ["grain", "datasets", "transform"])
 def test_rows_by_number(kind: str, monkeypatch) -> None:
     monkeypatch.setattr(of_files, "_BLOCK", 4)
     source = Squares()
-    if kind == "datasets":
+    if kind != "grain":
         library = pytest.importorskip("datasets", reason="Hugging Face's datasets is not installed")
         source = library.Dataset.from_list([{**row, "y": [*row["y"]]} for row in source_rows()])
+    if kind == "transform":
+        few = source.remove_columns(["text", "y"])
+        source = few.with_transform(lambda rows: list_of([Squares()[x] for x in rows["x"]]))
     dataset = data.shard(source, batch_size=BATCH, shuffle=16, uneven="share")
     assert dataset.element_spec["y"].dtype == tf.float32
     Squares.read = 0
@@ -171,6 +174,10 @@ def test_rows_by_number(kind: str, monkeypatch) -> None:
     assert unread == 2
     again = [batch["x"].numpy().tolist() for batch in dataset.take(len(dataset) - 2)]
     assert again == rows[2:]
+
+
+def list_of(rows: list[dict]) -> dict:
+    return {name: [row[name] for row in rows] for name in rows[0]}
 
 
 def source_rows() -> list[dict]:
