@@ -108,7 +108,8 @@ def array_of(name: str, column: Any) -> Any:
 
     if column.null_count:
         raise ValueError(f"column {name!r} has nulls; expected a value in each row (df.fillna)")
-    if not (types.is_list(column.type) or types.is_large_list(column.type)):
+    kinds = types.is_list, types.is_large_list, types.is_fixed_size_list
+    if not any(is_kind(column.type) for is_kind in kinds):
         array = column.to_numpy(zero_copy_only=False)
         if array.dtype.kind not in "biuf" and not isinstance(array.flat[0], str | bytes):
             raise ValueError(

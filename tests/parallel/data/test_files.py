@@ -36,7 +36,8 @@ def write_tables(directory: pathlib.Path) -> None:
     for number, count in enumerate(ROWS):
         x = np.arange(count) + sum(ROWS[:number])
         text = pyarrow.array([str(row) for row in x], pyarrow.string())
-        pairs = pyarrow.array([[row, -row] for row in x], pyarrow.list_(pyarrow.int64()))
+        kind = pyarrow.list_(pyarrow.int64(), *[2] * (number % 2))  # also of a fixed size
+        pairs = pyarrow.array([[row, -row] for row in x], kind)
         table = pyarrow.table({"x": x, "half": x / 2, "text": text, "pair": pairs})
         parquet.write_table(table, directory / f"part-{number}.parquet", row_group_size=5)
 
