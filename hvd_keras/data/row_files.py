@@ -150,7 +150,7 @@ class Shares:
         if isinstance(table, Tables):
             # A rank's rows lie together, so it needs its part of a window's row groups, and those
             # at the ends.
-            table.keep(self._order.blocks_in_window() // split.size + 3)
+            table.keep(self._order.blocks_in_window() * split.parts // split.size + 3)
 
     def whole(self, epoch: int, begin: int, steps: int) -> tuple[Any, Any]:
         """Return row numbers and weights of whole steps, [steps, rows], from ``begin`` on."""

@@ -4,10 +4,14 @@ import itertools
 
 import keras
 import numpy as np
+import pyarrow
 import pytest
 import tensorflow as tf
+from pyarrow import parquet
 
 import hvd_keras as hvd
+from hvd_keras.data.parquet import Tables
+from hvd_keras.data.tensorflow import arrays
 from hvd_keras.gradients import missing_calls
 from tests.harness import training
 from tests.harness.shards import error_of
@@ -116,6 +120,21 @@ def test_each_row_is_used_once(uneven: str) -> None:
             used = {"pad": length, "trim": 2 * TOTAL}.get(uneven, length - length % TOTAL % shares)
             assert len(everyone) == len(set(everyone)) == used
             assert sizes[:2] == [SIZES[RANK]] * 2
+
+
+def test_a_rank_keeps_its_part_of_the_row_groups(directory, monkeypatch) -> None:
+    sizes = [16 * size for size in SIZES]
+    groups = 4 * sum(sizes) // 8
+    if RANK == 0:
+        table = pyarrow.table({"x": np.arange(8 * groups)})
+        parquet.write_table(table, directory / "x.parquet", row_group_size=8)
+    hvd.barrier()
+    monkeypatch.setattr(arrays, "_ROWS", 1)  # steps are looked up one by one
+    read, _read = [], Tables._read
+    monkeypatch.setattr(Tables, "_read", lambda *group: read.append(group) or _read(*group))
+    data = hvd.data.shard(hvd.data.files(f"{directory}/x.parquet"), batch_size=sizes)
+    assert len(list(data)) == 4
+    assert len(read) < 1.5 * groups
 
 
 def test_what_cannot_be_weighed(monkeypatch) -> None:
