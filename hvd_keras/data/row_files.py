@@ -145,7 +145,7 @@ class Shares:
         if not self.length:
             raise ValueError(f"{len(table.paths)} files have no rows: {table.paths!r:.200}.")
         window = WINDOW if shuffle is None or shuffle is True else int(shuffle) or None
-        self.is_shuffled = window is not None
+        self.is_shuffled = window is not None or source.seeds
         self._order, self._seed = Order(table.starts, window, seed), seed
         if isinstance(table, Tables):
             # A rank's rows lie together, so it needs its part of a window's row groups, and those

@@ -131,7 +131,7 @@ class Source:
     steps: int  # in a pass
     left_out: int  # rows that no rank gets
     description: str  # what else must be equal on all ranks
-    is_shuffled: bool
+    is_shuffled: bool  # passes differ
     # Makes this rank's batches of the epoch of this number, from this row on. On TensorFlow a
     # function of both, scalar int64 tensors, that returns a tf.data.Dataset of batches; for "pad",
     # of pairs (batch, weights), where weights are float32 of shape [batch_size] and 0 for padding.

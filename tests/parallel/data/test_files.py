@@ -13,6 +13,7 @@ from pyarrow import parquet
 import hvd_keras as hvd
 from hvd_keras import data
 from hvd_keras.data import row_files as of_files
+from hvd_keras.data import sources
 from hvd_keras.data.split import Order
 from hvd_keras.data.tensorflow import arrays, records, sharding
 from hvd_keras.runtime import agree
@@ -228,6 +229,14 @@ def test_seeds_depend_on_row_and_epoch_only(pattern: str) -> None:
     for epoch in range(2):
         seeds = {int(seed) for _, batch in dataset for seed in batch}
         assert seeds == {3 + (epoch << 32)}
+    ordered = data.shard(
+        data.files(pattern, map=parse, seeds=True), batch_size=BATCH, shuffle=False
+    )
+    for _ in range(RANK):
+        list(ordered)
+    if SIZE > 1:
+        with pytest.raises(ValueError, match="different numbers of passes"):
+            sources.check_passes(sharding.passes_of(ordered), False, hvd.global_process_set)
 
 
 def test_an_index_is_kept_and_not_trusted_when_its_file_has_changed(pattern: str) -> None:
