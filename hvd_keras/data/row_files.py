@@ -67,7 +67,7 @@ def files(
     number of ranks, in the same order.
 
     ``shard(files(…), shuffle=…)`` shuffles blocks of rows that follow each other, and the rows of
-    windows of 16,384 rows, or of the number that is given. Only row numbers are held in memory.
+    windows of about 16,384 rows, or the number that is given. Only row numbers are held in memory.
 
     The first run reads the lengths of all records, each rank those of some files, and keeps their
     places in files ``.NAME.hvd-index``, which later runs use while size and time of NAME are the

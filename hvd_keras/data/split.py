@@ -98,7 +98,7 @@ class Order:
 
     Args:
         starts: the first row of each block, and the number of rows.
-        window: the rows of a window, which has whole blocks; None: rows keep their order.
+        window: about the rows of a window, which has whole blocks; None: rows keep their order.
         seed: of all ranks.
     """
 
@@ -135,7 +135,7 @@ class Order:
         number = len(self._starts) - 1
         order = np.random.default_rng((self._seed, epoch)).permutation(number)
         places = np.cumsum(np.diff(self._starts)[order])
-        # A window ends with the block in which it becomes full.
+        # A window ends before the block whose last row reaches the next multiple of its size.
         last = np.flatnonzero(np.diff(places // self._window, append=-1))
         starts = np.concatenate([[0], places[:-1]])
         return order, starts, places[last]
