@@ -47,10 +47,13 @@ def auto(scale_batch: bool = False, np: int | None = None, hosts: str | None = N
     Raises:
         RuntimeError: the script calls ``hvd.init()``, too; or Keras is ``tf_keras``; or hvdrun
             cannot start the ranks.
-        ValueError: ``np`` or ``hosts`` are given in a job that is started already.
+        ValueError: ``np`` or ``hosts`` are given in a job that is started already, or another
+            ``np`` than before.
     """
     global _process
     if _process:
+        if np not in (None, rank_info.size()):
+            raise ValueError(f"hvd.auto: got {np=}, expected {rank_info.size()}: it has begun.")
         return
     if rank_info.is_initialized():
         _refuse_init()

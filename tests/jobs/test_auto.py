@@ -281,6 +281,10 @@ except KeyboardInterrupt:
 fit()
 if sys.argv[1] == "session":
     hvd.auto(np=3)  # as a cell that runs again
+    try:
+        hvd.auto(np=4)
+    except ValueError as error:
+        print(error, file=sys.stderr)
     job = f"HVDRUN_JOB={os.environ['HVDRUN_JOB']}".encode()
     for folder in pathlib.Path("/proc").glob("[0-9]*"):
         command = (folder / "cmdline").read_bytes().split(b"\\0")
@@ -310,6 +314,7 @@ def test_a_session_starts_workers_and_outlives_them(launcher: Launcher) -> None:
     assert (job.returncode, job.stdout.count("interrupted")) == (0, 1), job.stderr
     assert len(numbers(job.stdout)) == 3
     assert numbers(job.stdout) == pytest.approx(numbers(alone.stdout), rel=1e-4)
+    assert "hvd.auto: got np=4, expected 3: it has begun" in job.stderr
     assert "a worker of hvd.auto has ended, and hvdrun has printed why" in job.stderr
     assert "rank 2 failed first: killed by SIGKILL" in job.stderr
 
