@@ -143,7 +143,7 @@ class Shares:
         table = source.rows
         self.length, self._batch_size, self._split = table.length, batch_size, split
         if not self.length:
-            raise ValueError(f"{len(table.paths)} files have no rows: {table.paths!r:.200}.")
+            raise ValueError(f"no row is in {table.paths or 'the source'!s:.200}, expected some.")
         window = WINDOW if shuffle is None or shuffle is True else int(shuffle) or None
         self.is_shuffled = window is not None or source.seeds
         self._order, self._seed = Order(table.starts, window, seed), seed

@@ -142,11 +142,11 @@ class Source:
 
 
 def check_arguments(
-    batch_size: int | None, seed: int, start_epoch: int, uneven: str | None
+    batch_size: int | None, shuffle: int | None, seed: int, start_epoch: int, uneven: str | None
 ) -> None:
     """Raise ValueError if arguments of ``shard`` are impossible."""
-    if min(seed, start_epoch) < 0:
-        raise ValueError(f"{seed=}, {start_epoch=}, expected 0 or more.")
+    if min(shuffle or 0, seed, start_epoch) < 0:
+        raise ValueError(f"{shuffle=}, {seed=}, {start_epoch=}, expected 0 or more.")
     if uneven not in (None, *MODES):
         raise ValueError(f"{uneven=}, expected one of {', '.join(map(repr, MODES))}.")
     if batch_size is not None and batch_size < 1:

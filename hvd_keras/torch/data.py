@@ -75,7 +75,7 @@ def shard(
     split = Split(process_set.rank(), process_set.size(), mode, evaluation)
 
     def look() -> tuple[reading.Reader, Any, dict[str, Any]]:
-        sources.check_arguments(batch_size, seed, start_epoch, uneven)
+        sources.check_arguments(batch_size, shuffle, seed, start_epoch, uneven)
         return _open(source, batch_size, shuffle, seed, split)
 
     reader, spec, loading = agree.on_all_ranks("hvd.data.shard", look, process_set)

@@ -109,7 +109,7 @@ def shard(
 
     def look() -> tuple[Source, Split]:
         size, split = _split(batch_size, mode, evaluation, process_set)
-        sources.check_arguments(size, seed, start_epoch, uneven)
+        sources.check_arguments(size, shuffle, seed, start_epoch, uneven)
         return _open(source, size, shuffle, seed, split), split
 
     rows, split = agree.on_all_ranks("hvd.data.shard", look, process_set)

@@ -139,8 +139,11 @@ class Squares:
 
     read = 0
 
+    def __init__(self, length: int = LENGTH) -> None:
+        self.length = length
+
     def __len__(self) -> int:
-        return LENGTH
+        return self.length
 
     def __getitem__(self, row: int):
         Squares.read += 1
@@ -286,4 +289,6 @@ def test_files_that_cannot_be_used(pattern: str, directory: pathlib.Path) -> Non
     for folder, text in {"zip": "no record of an uncompressed", "cut": "the file ends"}.items():
         with pytest.raises(RuntimeError, match=f"part-000.tfrecord: {text}"):
             shard(str(directory / folder / "*.tfrecord"))
-    assert "have no rows" in error_of(shard, str(directory / "none" / "*.tfrecord"))
+    assert "000.tfrecord'], expected some" in error_of(shard, str(directory / "none" / "*"))
+    assert "no row is in the source" in error_of(data.shard, Squares(0), batch_size=1)
+    assert "shuffle=-1, seed=0, start_epoch=0, expected" in error_of(shard, pattern, shuffle=-1)
