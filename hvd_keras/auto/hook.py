@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras.auto.run import Divided
+from hvd_keras.auto.run import Divided, function
 from hvd_keras.gradients import agreement
 
 _DIVIDED = "_hvd_divided"  # of a tf.function of the script; False: it is of a library
@@ -23,7 +23,13 @@ def make(of_keras: Callable[..., Any], model: Any, force: bool = False) -> Any:
         return of_keras(model, force)
     if getattr(model, attribute) is None or force:
         of_keras(model, force)
-        step = Divided.of_step(getattr(model, name), f"the {name} of model {model.name!r}")
+        of_model = getattr(model, name)
+
+        def body(data: Any) -> Any:
+            return of_model(data)
+
+        whole = function(body, autograph=False, reduce_retracing=True)  # as Keras traces it
+        step = Divided(body, whole, f"the {name} of model {model.name!r}")
         if kind == "predict":
             run = functools.partial(_predict, step)
         else:

@@ -16,19 +16,10 @@ from hvd_keras.auto import places
 from hvd_keras.auto.places import ALL, FULL, SUM, Dim, Dims, List, Node, Partial, Rows, Value
 from hvd_keras.auto.rules import RULES, Plan, elementwise, linear, rule
 from hvd_keras.auto.shapes import Shapes
-from hvd_keras.auto.sizes import evaluate, ints
+from hvd_keras.auto.sizes import evaluate, ints, sizes_of
 
 CREATE = ("EmptyTensorList", "TensorListReserve", "TensorListFromTensor")
 _number = itertools.count()
-
-
-def _sizes(value: Value) -> Any:
-    found = ints(value)
-    if found is None:
-        if isinstance(value.place, List):
-            return value.place
-        return places.unknown()
-    return Dims(tuple(found), scalar=value.shape.rank == 0)
 
 
 @rule("TensorListFromTensor")
@@ -36,7 +27,7 @@ def _from_tensor(node: Node) -> Plan:
     x, shape = node.inputs
     if not isinstance(x.place, Rows) or x.place.axis == 0:
         return None
-    return [x.place, _sizes(shape)], [List(Rows(x.place.axis - 1, x.place.m))]
+    return [x.place, sizes_of(shape)], [List(Rows(x.place.axis - 1, x.place.m))]
 
 
 @rule("TensorListStack")
@@ -45,7 +36,7 @@ def _stack(node: Node) -> Plan:
     of = the_list.place.of if isinstance(the_list.place, List) else None
     if not isinstance(of, Rows):
         return None
-    return [the_list.place, _sizes(shape)], [Rows(of.axis + 1, of.m)]
+    return [the_list.place, sizes_of(shape)], [Rows(of.axis + 1, of.m)]
 
 
 @rule("TensorListGetItem", "TensorListPopBack")
@@ -57,7 +48,7 @@ def _take(node: Node) -> Plan:
     of = place.of
     if isinstance(of, tuple):  # sizes
         node.outputs[-1].sym, of = np.array(of, object), FULL
-    more = [_sizes(x) if ints(x) is not None else ALL for x in node.inputs[1:]]
+    more = [ALL if x.sym is None else sizes_of(x) for x in node.inputs[1:]]
     outs = [of] if node.type == "TensorListGetItem" else [place, of]
     return [place, *more], outs
 
@@ -72,7 +63,7 @@ def _put(node: Node) -> Plan:
         isinstance(the_list.place, List) and the_list.place.of not in (None, of)
     ):
         return None
-    more = [ALL if ints(x) is None else _sizes(x) for x in node.inputs[1:-1]]
+    more = [ALL if x.sym is None else sizes_of(x) for x in node.inputs[1:-1]]
     last = Dims(of) if isinstance(of, tuple) else ALL if of == FULL else of
     return [List(of), *more, last], [List(of)]
 
@@ -104,7 +95,7 @@ def _add(node: Node) -> Plan:
 
 @rule("TensorListReserve")
 def _empty(node: Node) -> Plan:
-    return [ALL if ints(x) is None else _sizes(x) for x in node.inputs], [List(None)]
+    return [ALL if x.sym is None else sizes_of(x) for x in node.inputs], [List(None)]
 
 
 @rule("ZerosLike")
@@ -252,7 +243,7 @@ def _settle(body: Any, inputs: list[Value], placed: list[Any], same: list[bool])
     for _ in range(8):
         values = []
         for x, place, is_same, t in zip(inputs, placed, same, body.inputs, strict=True):
-            value = Value(None, 0, x, place)
+            value = Value(None, x, place)
             value.shape = x.shape if is_same or x.dtype == tf.variant else t.shape
             value.sym = x.sym if is_same else None
             values.append(value)

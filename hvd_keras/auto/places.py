@@ -94,8 +94,8 @@ class Dims:
 class Value:
     """One output of a node, or an input of the function."""
 
-    def __init__(self, node: Node | None, index: int, tensor: Any, place: Any = FULL) -> None:
-        self.node, self.index, self.place = node, index, place
+    def __init__(self, node: Node | None, tensor: Any, place: Any = FULL) -> None:
+        self.node, self.place = node, place
         self.dtype, self.shape = tensor.dtype.base_dtype, tensor.shape
         self.level = 0  # how many rounds of messages come before it
         self.sym: np.ndarray[Any, Any] | None = None  # its numbers, if they are sizes
@@ -123,7 +123,7 @@ class Node:
         self.op, self.inputs, self.graph = op, inputs, graph
         self.type: str = op.type
         self.needs: list[Any] = [ROOT] * len(inputs)
-        self.outputs = [Value(self, i, t) for i, t in enumerate(op.outputs)]
+        self.outputs = [Value(self, t) for t in op.outputs]
         self.level = 0
         self.emit: str | None = None  # builds it in another way
         self.sent: Rows | None = None  # where its output's rows are, if rank 0 sends them

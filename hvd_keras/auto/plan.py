@@ -14,7 +14,7 @@ from hvd_keras.auto import loops, places
 from hvd_keras.auto.places import ALL, FULL, ROOT, SENT, Dim, Dims, List, Node, Partial, Rows, Value
 from hvd_keras.auto.rules import ELEMENTWISE, RULES
 from hvd_keras.auto.shapes import Shapes
-from hvd_keras.auto.sizes import evaluate, fixed, shape_of
+from hvd_keras.auto.sizes import evaluate, fixed, shape_of, sizes_of
 
 # What may use any variable, out of sight.
 _OPAQUE = ("EagerPyFunc", "PyFunc", "PyFuncStateless")
@@ -55,7 +55,7 @@ class Plan:
         self._floor = 0  # the last round of what may use any
         self._batch = rows or sys.maxsize
         self._small: dict[int, bool] = {}
-        self.inputs = [Value(None, i, t) for i, t in enumerate(graph.inputs)]
+        self.inputs = [Value(None, t) for t in graph.inputs]
         self._shapes = Shapes()
         self._changed: set[Value] = set()  # resources of other ops than reads and loops
         places.inlined(graph, self.inputs, self._note_changed)
@@ -96,7 +96,7 @@ class Plan:
     def _note_changed(self, op: Any, graph: Any, values: list[Value]) -> list[Value]:
         if op.type != "ReadVariableOp" and "While" not in op.type:
             self._changed.update(x for x in values if x.dtype == tf.resource)
-        return [Value(None, i, t) for i, t in enumerate(op.outputs)]
+        return [Value(None, t) for t in op.outputs]
 
     def _is_large(self, node: Node) -> bool:
         """Whether a table changes in each step, and has more bytes than the rows it gives or gets.
@@ -120,7 +120,7 @@ class Plan:
 
     def _rows_of(self, value: Value, place: Rows) -> Value:
         """Return a tensor of rank 0 as the ops see it: its rows, once they are sent."""
-        rows = Value(None, value.index, value, place)
+        rows = Value(None, value, place)
         rows.level, rows.source = self._exchange(value, place, value.level, "scatter"), value
         self._shapes.add(rows)
         return rows
@@ -306,7 +306,7 @@ def need_of_list(node: Node, value: Value, need: List) -> Any:
     """Return what each rank needs to make a list that rank 0 has made."""
     if node.type == "TensorListFromTensor" and value is node.inputs[0]:
         return Rows(need.of.axis + 1, need.of.m) if isinstance(need.of, Rows) else ALL
-    return ALL if value.sym is None else Dims(tuple(value.sym.ravel()), value.sym.ndim == 0)
+    return ALL if value.sym is None else sizes_of(value)
 
 
 def _line_of(op: Any) -> str:

@@ -39,15 +39,6 @@ class Divided:
         self._traces: dict[Any, Pace] = {}
         self._kept: list[Any] = []  # what the traces have captured, and what their keys name
 
-    @classmethod
-    def of_step(cls, step: Callable[[Any], Any], name: str) -> "Divided":
-        """Make one of a step of a model, which Keras traces without AutoGraph."""
-
-        def body(data: Any) -> Any:
-            return step(data)
-
-        return cls(body, function(body, autograph=False, reduce_retracing=True), name)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         both: Any = (args, kwargs)
         leaves = [_tensor(x) for x in tf.nest.flatten(both)]

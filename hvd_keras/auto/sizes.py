@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras.auto.places import FULL, Dim, Node, Rows, UnknownError, Value, unknown
+from hvd_keras.auto.places import FULL, Dim, Dims, Node, Rows, UnknownError, Value, unknown
 
 
 def shape_of(value: Value) -> list[Any]:
@@ -31,6 +31,11 @@ def numbers(value: Value) -> list[Any]:
     """The same as ``ints``, but raise UnknownError if they are not known."""
     found = ints(value)
     return unknown() if found is None else found
+
+
+def sizes_of(value: Value) -> Dims:
+    """A need of a value's numbers, which must be known."""
+    return Dims(tuple(numbers(value)), scalar=value.shape.rank == 0)
 
 
 def known(value: Value) -> list[int]:
