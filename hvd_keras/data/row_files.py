@@ -128,10 +128,9 @@ def opened(source: Any, records: Callable[..., Any], process_set: ProcessSet) ->
         )
     if paths is None:
         return source
-    if paths[0].endswith(".parquet"):
-        tables = Tables(paths, source.columns, process_set)
-        return Opened(tables, source.map, source.seeds)
-    return Opened(records(paths, source.index, process_set), source.map, source.seeds)
+    is_parquet = paths[0].endswith(".parquet")
+    kind, option = (Tables, source.columns) if is_parquet else (records, source.index)
+    return Opened(kind(paths, option, process_set), source.map, source.seeds)
 
 
 class Shares:

@@ -168,12 +168,7 @@ _ADVICE = {
 
 
 def check_source(
-    rows: Source,
-    given: str,
-    split: Split,
-    uneven: str | None,
-    is_unshuffled: bool,
-    process_set: ProcessSet,
+    rows: Source, given: str, split: Split, is_unshuffled: bool, process_set: ProcessSet
 ) -> None:
     """Raise ValueError on all ranks if their sources or arguments (``given``) cannot be used."""
     # The first that differs is told; it often is why later ones do.
@@ -199,7 +194,7 @@ def check_source(
             f"({split.size} ranks with batch_size={rows.batch_size}), uneven={split.uneven!r}. Use "
             "another batch_size, uneven='share' (needs a row for each rank) or 'pad' (needs y)."
         )
-    if rows.left_out and (uneven or split.uneven) != "trim" and is_unshuffled and not split.rank:
+    if rows.left_out and split.uneven != "trim" and is_unshuffled and not split.rank:
         log.logger.warning(
             "hvd.data.shard leaves out %s of %s rows, so that all %s ranks get the same number. "
             "uneven='pad' includes them, with sample weights (evaluation=True: for validation).",

@@ -82,7 +82,7 @@ def shard(
     described = reader.description, reader.is_shuffled, None, reader.unit
     rows = Source(spec, *reader.numbers(), *described)
     given = f"{batch_size=}, {shuffle=}, {seed=}, {start_epoch=}, {uneven=}, {evaluation=}"
-    sources.check_source(rows, given, split, uneven, shuffle is False, process_set)
+    sources.check_source(rows, given, split, shuffle is False, process_set)
     return Loader(reader, Passes(start_epoch, None, rows, split), seed, **loading)
 
 

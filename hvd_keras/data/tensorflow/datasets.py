@@ -355,7 +355,9 @@ def _apply(method: Any, dataset: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def nodes(source: Any) -> Iterator[Any]:
-    """Yield a dataset and, recursively, its inputs."""
+    """Yield a dataset and, recursively, its inputs; nothing of other data."""
+    if not isinstance(source, tf.data.Dataset):
+        return
     yield source
     for node in source._inputs():
         yield from nodes(node)

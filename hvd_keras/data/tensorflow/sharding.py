@@ -114,9 +114,8 @@ def shard(
 
     rows, split = agree.on_all_ranks("hvd.data.shard", look, process_set)
     given = f"{batch_size=}, {shuffle=}, {seed=}, {start_epoch=}, {uneven=}, {evaluation=}"
-    sources.check_source(rows, given, split, uneven, shuffle is False, process_set)
-    is_dataset = isinstance(source, tf.data.Dataset)
-    shuffling = source if is_dataset and datasets.seeds_of(source, alone=True) else None
+    sources.check_source(rows, given, split, shuffle is False, process_set)
+    shuffling = source if datasets.seeds_of(source, alone=True) else None
     # A dataset of one element, the pass and its first row: made anew each time one begins.
     passes = Passes(start_epoch, shuffling, rows, split)
     epoch = tf.data.Dataset.range(1).map(
@@ -124,7 +123,7 @@ def shard(
     )
     epoch._hvd_passes = passes
     batches = epoch.flat_map(lambda begin: rows.batches(begin[0], begin[1]))
-    batches._hvd_pass, batches._hvd_source = passes, source  # one epoch in each pass
+    batches._hvd_pass = passes  # one epoch in each
     if mode == "pad":
         batches = batches.map(_weigh)
     batches = batches.apply(tf.data.experimental.assert_cardinality(rows.steps))
@@ -169,14 +168,12 @@ def agree_on_steps(
 
 def passes_of(dataset: Any) -> list[Passes]:
     """Return the numbers of the passes of all sharded sources that a dataset is made of."""
-    nodes = datasets.nodes(dataset) if isinstance(dataset, tf.data.Dataset) else ()
-    return [node._hvd_passes for node in nodes if hasattr(node, "_hvd_passes")]
+    return [node._hvd_passes for node in datasets.nodes(dataset) if hasattr(node, "_hvd_passes")]
 
 
 def repeats(dataset: Any) -> bool:
     """Whether a pass over a dataset may have several over a sharded source."""
-    nodes = datasets.nodes(dataset) if isinstance(dataset, tf.data.Dataset) else ()
-    return any(datasets.kind_of(node) == "Repeat" for node in nodes)
+    return any(datasets.kind_of(node) == "Repeat" for node in datasets.nodes(dataset))
 
 
 def repeated(dataset: Any) -> Passes | None:
