@@ -19,27 +19,39 @@ _SECONDS = 5  # between lines of progress
 
 
 @dataclass
-class Reader:
-    """What a rank reads of a source.
+class Source:
+    """An opened source of ``hvd.data.shard``."""
 
-    ``read(epoch, first)`` returns the parts of this rank's batch, and the weights for "pad", of the
-    step whose first row is the ``first`` in the epoch's order.
-    """
-
-    read: Callable[[int, int], tuple[Any, Any]]
     length: int  # rows over all ranks
     batch_size: int  # rows per rank and step
     split: Split
     description: str  # what else must be equal on all ranks
-    is_shuffled: bool
+    is_shuffled: bool  # passes differ
+    # Returns the parts of this rank's batch, and the weights for "pad", of the step of this epoch
+    # whose first row is at this place of the epoch's order.
+    read: Any = None
     workers: int = 1  # calls of ``read`` at a time
-    unit: int = 1  # an epoch can begin at each row that this divides
+    spec: Any = None  # a type specification for each part of a row, or an example; lists are tuples
+    # On TensorFlow makes this rank's batches of the epoch of this number, from this row on: a
+    # function of both, scalar int64 tensors, that returns a tf.data.Dataset of batches; for "pad",
+    # of pairs (batch, weights), where weights are float32 of shape [batch_size] and 0 for padding.
+    batches: Any = None
+    counts: list[int] | None = None  # rows of its own batches, of which a rank gets one in a step
+    unit: int = 1  # an epoch can begin at each row that this divides; 0: at none
+    reads: bool = False  # those before it, then
 
-    def read_step(self, epoch: int, row: int, step: int) -> tuple[Any, Any]:
+    def __post_init__(self) -> None:
+        length, size, split = self.length, self.batch_size, self.split
+        self.global_batch = split.size * size  # rows per step over all ranks
+        self.steps, self.left_out = split.steps(length, size), split.left_out(length, size)
+        if self.counts is not None:
+            self.steps, self.left_out = split.of_batches(self.counts, size)
+
+    def read_step(self, epoch: int, row: int, step: int) -> Any:
         """Read a step of an epoch that begins at ``row``."""
-        return self.read(epoch, row + step * self.split.size * self.batch_size)
+        return self.read(epoch, row + step * self.global_batch)
 
-    def steps(self, epoch: int, row: int) -> Iterator[tuple[Any, Any]]:
+    def read_steps(self, epoch: int, row: int) -> Iterator[tuple[Any, Any]]:
         """Read the steps of an epoch from ``row`` on, several at a time if it has workers."""
         steps = range(self.split.steps_from(row, self.length, self.batch_size))
         read = functools.partial(self.read_step, epoch, row)
@@ -53,11 +65,6 @@ class Reader:
                     ahead.append(threads.submit(read, step + self.workers))
                 yield ahead.pop(0).result()
 
-    def numbers(self) -> tuple[int, int, int, int]:
-        """Return the first numbers of a ``Source``: rows, rows per step, steps, rows left out."""
-        length, size, split = self.length, self.batch_size, self.split
-        return length, size, split.steps(length, size), split.left_out(length, size)
-
 
 def numbered_rows_reader(
     take: Callable[[Any], Any],
@@ -67,7 +74,7 @@ def numbered_rows_reader(
     split: Split,
     description: str,
     is_shuffled: bool,
-) -> Reader:
+) -> Source:
     """Read rows by ``take(numbers)``, in the order ``order_of(epoch)``. A rank reads its own."""
 
     def read(epoch: int, first: int) -> tuple[Any, Any]:
@@ -77,12 +84,12 @@ def numbered_rows_reader(
         weight = split.weight(rows, length, batch_size)
         return take(order_of(epoch)[places % length]), _weights(places < length, weight)
 
-    return Reader(read, length, batch_size, split, description, is_shuffled)
+    return Source(length, batch_size, split, description, is_shuffled, read)
 
 
 def arrays_reader(
     parts: list[Any], batch_size: int, shuffle: bool, seed: int, split: Split
-) -> Reader:
+) -> Source:
     """Read arrays of equally many rows, as ``fit`` casts them."""
     length = len(parts[0])
     sample = np.linspace(0, length - 1, min(length, 9)).astype(int)
@@ -104,7 +111,7 @@ def first_batch(source: Any) -> Any:
 
 def pydataset_reader(
     source: Any, first_one: Any, flatten: Any, shuffle: bool, seed: int, split: Split
-) -> Reader:
+) -> Source:
     """Read a ``PyDataset``. A rank reads only its own batches, and its rows of the last step."""
     number = number_of_batches(source) or 0
 
@@ -145,7 +152,8 @@ def pydataset_reader(
 
     workers = max(1, getattr(source, "workers", 1))
     sample = f"sample {digest(y_of(first_one, flatten))}"
-    return Reader(read, length, batch_size, split, sample, shuffle, workers, batch_size)
+    described = length, batch_size, split, sample, shuffle
+    return Source(*described, read, workers, unit=batch_size)
 
 
 def number_of_batches(source: Any) -> int | None:

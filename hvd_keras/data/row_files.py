@@ -178,7 +178,7 @@ class Shares:
 
 def reader(
     source: Opened, batch_size: int, shuffle: bool | int | None, seed: int, split: Split
-) -> reading.Reader:
+) -> reading.Source:
     """Read the rows of an opened source step by step, followed by seeds if it has them."""
     shares, table = Shares(source, batch_size, shuffle, seed, split), source.rows
 
@@ -189,7 +189,7 @@ def reader(
         return [*parts, shares.seeds(epoch, mine[0])] if source.seeds else parts, weights[0]
 
     described = table.description, shares.is_shuffled
-    return reading.Reader(read, table.length, batch_size, split, *described)
+    return reading.Source(table.length, batch_size, split, *described, read)
 
 
 def is_row_source(source: Any) -> bool:

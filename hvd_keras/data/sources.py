@@ -1,4 +1,4 @@
-"""The sources of ``hvd.data.shard``, the passes over them, and what the ranks compare of them."""
+"""The passes over sources of ``hvd.data.shard``, and what the ranks compare of them."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from hvd_keras.data import reading
-from hvd_keras.data.split import MODES, Split
+from hvd_keras.data.reading import Source
+from hvd_keras.data.split import MODES
 from hvd_keras.runtime import agree, log
 from hvd_keras.runtime.keras import PyDataset, keras
 from hvd_keras.runtime.process_sets import ProcessSet
@@ -21,8 +22,7 @@ class Passes:
     next: int
     # The source, if it shuffles itself: then its order depends on how often it was begun.
     shuffling: Any
-    source: "Source"
-    split: Split
+    source: Source
     start: int = 0  # the row at which the pass in progress began
     unread: int = 0  # steps before that row
     resume: tuple[int, int] = (0, 0)  # both, of the pass that begins next
@@ -74,15 +74,15 @@ class Passes:
             assert self.first is not None
             number = self.first + self.read // self.source.steps
             numbers = [number, number - self._not_begun]
-            seen = self.read % self.source.steps * self.split.size * self.source.batch_size
+            seen = self.read % self.source.steps * self.source.global_batch
         elif step:
             numbers = [*self.epoch]
-            seen = self.start + (step - self.unread) * self.split.size * self.source.batch_size
+            seen = self.start + (step - self.unread) * self.source.global_batch
         return [*numbers, seen, self.source.length, self.first or 0, self.read]
 
     def seek(self, row: int) -> int:
         """Let the pass that begins next do so at ``row``; return the steps that it then lacks."""
-        source, split = self.source, self.split
+        source, split = self.source, self.source.split
         if again := row % source.unit:
             row -= again
             log.logger.warning(
@@ -91,7 +91,7 @@ class Passes:
                 again,
             )
         steps = split.steps_from(row, source.length, source.batch_size)
-        left_out = source.length - row - steps * split.size * source.batch_size
+        left_out = source.length - row - steps * source.global_batch
         if split.uneven == "share" and left_out >= split.size and not split.rank:
             log.logger.warning(
                 "hvd.data.shard leaves out the last %s rows of the interrupted epoch, because all "
@@ -110,7 +110,7 @@ class Passes:
             self.first, self.read = of_fits
             if self.goes_on:
                 self.first = number
-                self.read = seen // (self.split.size * self.source.batch_size)
+                self.read = seen // self.source.global_batch
         self.epoch = number, begun
         if seen and rows != self.source.length:
             raise ValueError(
@@ -119,26 +119,6 @@ class Passes:
                 "data, or begin anew with restore=False."
             )
         self.catch_up(number, begun)
-
-
-@dataclass
-class Source:
-    """An opened source of ``hvd.data.shard``."""
-
-    spec: Any  # a type specification for each part of a row, or an example; lists are tuples
-    length: int  # rows over all ranks
-    batch_size: int  # rows per rank and step
-    steps: int  # in a pass
-    left_out: int  # rows that no rank gets
-    description: str  # what else must be equal on all ranks
-    is_shuffled: bool  # passes differ
-    # Makes this rank's batches of the epoch of this number, from this row on. On TensorFlow a
-    # function of both, scalar int64 tensors, that returns a tf.data.Dataset of batches; for "pad",
-    # of pairs (batch, weights), where weights are float32 of shape [batch_size] and 0 for padding.
-    # On PyTorch a dataset of batches by epoch, row and step.
-    batches: Any
-    unit: int = 0  # an epoch can begin at each row that this divides
-    reads: bool = False  # those before it, then
 
 
 def check_arguments(
@@ -167,10 +147,9 @@ _ADVICE = {
 }
 
 
-def check_source(
-    rows: Source, given: str, split: Split, is_unshuffled: bool, process_set: ProcessSet
-) -> None:
+def check_source(rows: Source, given: str, is_unshuffled: bool, process_set: ProcessSet) -> None:
     """Raise ValueError on all ranks if their sources or arguments (``given``) cannot be used."""
+    split = rows.split
     # The first that differs is told; it often is why later ones do.
     facts = {
         "arguments": given,

@@ -85,7 +85,7 @@ def weigh_classes(arguments: dict[str, Any]) -> None:
     unpack = keras.utils.unpack_x_y_sample_weight
     dataset: Any = arguments.get("x")
     pads = any(
-        one.split.uneven == "pad" and unpack(one.source.spec)[2] is None
+        one.source.split.uneven == "pad" and unpack(one.source.spec)[2] is None
         for one in passes_of(dataset)
     )
     if pads and not is_legacy and unpack(dataset.element_spec)[2] is not None:

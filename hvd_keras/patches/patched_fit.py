@@ -170,7 +170,7 @@ def evaluate(
 def _check_padding(every: list[sources.Passes], process_set: ProcessSet) -> None:
     """Tell that data padded for training are evaluated."""
     for passes in every:
-        split, source = passes.split, passes.source
+        source, split = passes.source, passes.source.split
         is_padded = split.uneven == "pad" and source.length % (split.size * source.batch_size)
         if is_padded and not split.evaluation:
             missing_calls.tell(

@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader
 
 from hvd_keras.data import reading, sources
 from hvd_keras.data import row_files as of_files
+from hvd_keras.data.reading import Source
 from hvd_keras.data.row_files import files as files
-from hvd_keras.data.sources import Passes, Source
+from hvd_keras.data.sources import Passes
 from hvd_keras.data.split import Split, order
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
@@ -74,16 +75,15 @@ def shard(
     mode = uneven or ("trim" if getattr(source, "drop_last", False) else "share")
     split = Split(process_set.rank(), process_set.size(), mode, evaluation)
 
-    def look() -> tuple[reading.Reader, Any, dict[str, Any]]:
+    def look() -> tuple[Source, Any, dict[str, Any]]:
         sources.check_arguments(batch_size, shuffle, seed, start_epoch, uneven)
         return _open(source, batch_size, shuffle, seed, split)
 
-    reader, spec, loading = agree.on_all_ranks("hvd.data.shard", look, process_set)
-    described = reader.description, reader.is_shuffled, None, reader.unit
-    rows = Source(spec, *reader.numbers(), *described)
+    rows, spec, loading = agree.on_all_ranks("hvd.data.shard", look, process_set)
+    rows.spec = spec
     given = f"{batch_size=}, {shuffle=}, {seed=}, {start_epoch=}, {uneven=}, {evaluation=}"
-    sources.check_source(rows, given, split, shuffle is False, process_set)
-    return Loader(reader, Passes(start_epoch, None, rows, split), seed, **loading)
+    sources.check_source(rows, given, shuffle is False, process_set)
+    return Loader(Passes(start_epoch, None, rows), seed, **loading)
 
 
 def _refuse_records(paths: list[str], *_: Any) -> Any:
@@ -106,8 +106,8 @@ def agree_on_steps(
 
 def _open(
     source: Any, batch_size: int | None, shuffle: Any, seed: int, split: Split
-) -> tuple[reading.Reader, Any, dict[str, Any]]:
-    """Return what reads a source, the description of a row, and how a ``Loader`` loads it."""
+) -> tuple[Source, Any, dict[str, Any]]:
+    """Return an opened source, the description of a row, and how a ``Loader`` loads it."""
     everything = shuffle is None or bool(shuffle)
     if isinstance(source, (keras.utils.PyDataset, DataLoader)) and batch_size is not None:
         raise ValueError(f"{batch_size=}, expected none for a {type(source).__name__}.")
@@ -180,7 +180,7 @@ def _mapped(source: of_files.Opened, parts: list[Any]) -> Any:
 
 def _of_loader(
     loader: DataLoader, shuffle: bool | None, seed: int, split: Split
-) -> tuple[reading.Reader, Any, dict[str, Any]]:
+) -> tuple[Source, Any, dict[str, Any]]:
     dataset, sampler, kinds = loader.dataset, loader.sampler, torch.utils.data
     if isinstance(dataset, kinds.IterableDataset) or loader.batch_size is None:
         raise NotImplementedError(
@@ -256,7 +256,7 @@ def _fetched(dataset: Any, collate: Any, numbers: Any) -> Any:
 
 
 class _Batches(torch.utils.data.Dataset):  # type: ignore[misc]
-    """Batches, by what a reader has read for them."""
+    """Batches, by what has been read for them."""
 
     def __init__(self, pack: Callable[[Any], Any], pads: bool, steps: int) -> None:
         self._pack, self._pads, self._steps = pack, pads, steps
@@ -281,10 +281,10 @@ def _weighed(data: Any, factors: torch.Tensor) -> Any:
 
 
 class _Steps(torch.utils.data.Sampler):  # type: ignore[misc]
-    """What a reader reads in the steps of a pass."""
+    """What is read in the steps of a pass."""
 
-    def __init__(self, reader: reading.Reader, passes: Passes) -> None:
-        self._reader, self._passes = reader, passes
+    def __init__(self, passes: Passes) -> None:
+        self._passes = passes
 
     def __len__(self) -> int:
         return self._passes.source.steps
@@ -293,7 +293,7 @@ class _Steps(torch.utils.data.Sampler):  # type: ignore[misc]
         # Keras looks at a batch to build a model; that is no epoch.
         is_look = agree.is_building.get()
         epoch, row = (self._passes.next, 0) if is_look else self._passes.begin()
-        yield from self._reader.steps(epoch, row)
+        yield from self._passes.source.read_steps(epoch, row)
 
 
 class Loader(DataLoader):  # type: ignore[misc]
@@ -302,11 +302,9 @@ class Loader(DataLoader):  # type: ignore[misc]
     #: None takes the place of each batch that is not read.
     yields_unread = True
 
-    def __init__(
-        self, reader: reading.Reader, passes: Passes, seed: int, pack: Any, **options: Any
-    ) -> None:
-        batches = _Batches(pack, reader.split.uneven == "pad", passes.source.steps)
-        options |= {"sampler": _Steps(reader, passes), "generator": torch.Generator()}
+    def __init__(self, passes: Passes, seed: int, pack: Any, **options: Any) -> None:
+        batches = _Batches(pack, passes.source.split.uneven == "pad", passes.source.steps)
+        options |= {"sampler": _Steps(passes), "generator": torch.Generator()}
         super().__init__(batches, batch_size=None, collate_fn=_same, **options)
         self.passes, self._seed, self._unread = passes, seed, 0
 
@@ -322,7 +320,8 @@ class Loader(DataLoader):  # type: ignore[misc]
         yield from [None] * unread
         if unread < len(self):
             # Of the workers, whose random numbers are this rank's, and the same in a rerun.
-            self.generator.manual_seed(_mix(self._seed, self.passes.next, self.passes.split.rank))
+            rank = self.passes.source.split.rank
+            self.generator.manual_seed(_mix(self._seed, self.passes.next, rank))
             yield from super().__iter__()
 
 

@@ -1,13 +1,14 @@
 """Sources with rows by number as ``tf.data``: arrays, ``keras.utils.PyDataset``, files."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from hvd_keras.data import reading
+from hvd_keras.data.reading import Source
 from hvd_keras.data.row_files import Opened, Shares
-from hvd_keras.data.sources import Source
 from hvd_keras.data.split import Split
 
 _ROWS, _BYTES = 1 << 13, 1 << 26  # of all ranks, that Python looks up at once
@@ -20,14 +21,14 @@ def arrays_source(
     """Open nested arrays of equally many rows. A rank reads only its own rows."""
     parts, spec = _look_into(source, cast=True)
     reader = reading.arrays_reader(parts, batch_size, bool(shuffle), seed, split)
-    return _source(reader, spec, split)
+    return _source(reader, spec)
 
 
 def pydataset_source(source: Any, shuffle: bool | int, seed: int, split: Split) -> Source:
     """Open a ``PyDataset``. A rank reads only its own batches, and its rows of the last step."""
     first = reading.first_batch(source)
     reader = reading.pydataset_reader(source, first, flatten, bool(shuffle), seed, split)
-    return _source(reader, _look_into(first)[1], split)
+    return _source(reader, _look_into(first)[1])
 
 
 def flatten(nested: Any) -> list[Any]:
@@ -35,10 +36,10 @@ def flatten(nested: Any) -> list[Any]:
     return list(tf.nest.flatten(nested, expand_composites=True))
 
 
-def _source(reader: reading.Reader, spec: Any, split: Split) -> Source:
-    """Make a source of what a reader reads."""
+def _source(reader: Source, spec: Any) -> Source:
+    """Return a source with what it reads as datasets."""
     specs = [*tf.nest.flatten(spec), tf.TensorSpec((), tf.float32)]
-    length, batch_size = reader.length, reader.batch_size
+    length, batch_size, split = reader.length, reader.batch_size, reader.split
     # Fixed shapes let TensorFlow trace the step once; a shorter last step would be a second trace.
     rows = None if split.has_short_step(length, batch_size) else batch_size * split.parts
 
@@ -62,8 +63,7 @@ def _source(reader: reading.Reader, spec: Any, split: Split) -> Source:
         calls = reader.workers
         return numbers.map(lambda step: batch(epoch, row, step), num_parallel_calls=calls)
 
-    described = reader.description, reader.is_shuffled, batches, reader.unit
-    return Source(spec, *reader.numbers(), *described)
+    return dataclasses.replace(reader, spec=spec, batches=batches)
 
 
 def _look_into(source: Any, cast: bool = False) -> tuple[list[Any], Any]:
@@ -144,10 +144,9 @@ def numbered_rows_source(
 
     zero = tf.zeros((), tf.int64)
     spec = batches(zero, zero).element_spec
-    numbers = length, batch_size, steps, split.left_out(length, batch_size)
-    described = table.description, shares.is_shuffled, batches, 1
     of_row = tf.nest.map_structure(_of_row, spec[0] if pads else spec)
-    return Source(of_row, *numbers, *described)
+    described = length, batch_size, split, table.description, shares.is_shuffled
+    return Source(*described, spec=of_row, batches=batches)
 
 
 def _of_row(spec: Any) -> Any:

@@ -6,6 +6,7 @@ step, and some of the ranks might have counted it in ``optimizer.iterations``.
 """
 
 import collections
+import dataclasses
 import functools
 import itertools
 import time
@@ -15,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras.data import reading
-from hvd_keras.data.sources import Source
+from hvd_keras.data.reading import Source
 from hvd_keras.data.split import Split
 from hvd_keras.data.tensorflow import arrays
 from hvd_keras.runtime import log
@@ -67,10 +68,6 @@ def dataset_source(
     size: int = batch_size or own_size  # type: ignore[assignment]
     pads = split.uneven == "pad"
     whole_batches = batched and batch_size is None and not shuffle and not pads
-    steps, left_out = split.steps(length, size), split.left_out(length, size)
-    if whole_batches and counts is not None:
-        steps, left_out = split.of_batches(counts, size)
-
     whole = not split.has_short_step(length, size)
 
     def batches(epoch: Any, row: Any) -> tf.data.Dataset:
@@ -97,10 +94,10 @@ def dataset_source(
         mine = _batch(mine, size, whole) if batched else mine.batch(size, drop_remainder=whole)
         return _with_weights(mine, left, length, size, split) if pads else mine
 
-    spec, is_shuffled = source.element_spec, bool(shuffle or seeds)
-    unit = 1 if not whole_batches else size if counts is None else 0
-    numbers = length, size, steps, left_out
-    return Source(spec, *numbers, description, is_shuffled, batches, unit, reads=True)
+    described = length, size, split, description, bool(shuffle or seeds)
+    made = Source(*described, spec=source.element_spec, batches=batches, reads=True)
+    unit = size if counts is None else 0
+    return dataclasses.replace(made, counts=counts, unit=unit) if whole_batches else made
 
 
 def _mine(

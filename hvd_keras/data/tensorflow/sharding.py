@@ -8,9 +8,10 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras.data import sources
+from hvd_keras.data.reading import Source
 from hvd_keras.data.row_files import Opened, Rows, is_row_source, opened
 from hvd_keras.data.row_files import files as files
-from hvd_keras.data.sources import Passes, Source
+from hvd_keras.data.sources import Passes
 from hvd_keras.data.split import Split
 from hvd_keras.data.tensorflow import arrays, datasets
 from hvd_keras.data.tensorflow.records import Records
@@ -107,17 +108,17 @@ def shard(
     mode = uneven or ("trim" if keeps_size else "share")
     source = opened(source, Records, process_set)
 
-    def look() -> tuple[Source, Split]:
+    def look() -> Source:
         size, split = _split(batch_size, mode, evaluation, process_set)
         sources.check_arguments(size, shuffle, seed, start_epoch, uneven)
-        return _open(source, size, shuffle, seed, split), split
+        return _open(source, size, shuffle, seed, split)
 
-    rows, split = agree.on_all_ranks("hvd.data.shard", look, process_set)
+    rows = agree.on_all_ranks("hvd.data.shard", look, process_set)
     given = f"{batch_size=}, {shuffle=}, {seed=}, {start_epoch=}, {uneven=}, {evaluation=}"
-    sources.check_source(rows, given, split, shuffle is False, process_set)
+    sources.check_source(rows, given, shuffle is False, process_set)
     shuffling = source if datasets.seeds_of(source, alone=True) else None
     # A dataset of one element, the pass and its first row: made anew each time one begins.
-    passes = Passes(start_epoch, shuffling, rows, split)
+    passes = Passes(start_epoch, shuffling, rows)
     epoch = tf.data.Dataset.range(1).map(
         lambda _: tf.ensure_shape(tf.numpy_function(passes.begin, [], tf.int64), [2])
     )
@@ -189,7 +190,7 @@ def batch_of(dataset: Any) -> int | None:
     passes = _pass_below(dataset)
     if passes is None or datasets.changes_rows(dataset, _AROUND):
         return None
-    return passes.source.batch_size * passes.split.parts
+    return passes.source.batch_size * passes.source.split.parts
 
 
 _AROUND = datasets.PASSING_ON | {"Repeat"}
