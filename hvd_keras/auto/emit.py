@@ -165,9 +165,7 @@ class Side:
         if any(isinstance(n, Dim) for n in sizes):
             parts = [tf.cast(rows**n.k * n.c if isinstance(n, Dim) else n, dtype) for n in sizes]
             return parts[0] if scalar else tf.stack(parts)
-        if scalar:
-            return tf.constant(sizes[0], dtype)
-        return tf.constant(list(sizes), dtype, [len(sizes)])
+        return tf.constant(sizes[0] if scalar else [*sizes], dtype)
 
     # Messages
 

@@ -276,7 +276,9 @@ class Plan:
         if isinstance(need, Partial):
             return max(level, 1)
         if place == FULL and self.is_repeated(value):
-            return max(self._level_of_repeated(value), int(isinstance(need, Rows)))
+            assert node is not None
+            of_inputs = [self.level_of(x, ALL) for x in node.inputs]
+            return max(level, int(isinstance(need, Rows)), *of_inputs)
         return self._exchange(value, need, level, "broadcast" if need == ALL else "scatter")
 
     def _level_of_sum(self, value: Value, need: Any) -> int:
@@ -296,10 +298,6 @@ class Plan:
                 or (may and all(self.is_repeated(x) or is_small(x) for x in node.inputs))  # type: ignore[union-attr]
             )
         return self._small[id(value)]
-
-    def _level_of_repeated(self, value: Value) -> int:
-        assert value.node is not None
-        return max([value.level] + [self.level_of(x, ALL) for x in value.node.inputs])
 
 
 def need_of_list(node: Node, value: Value, need: List) -> Any:

@@ -52,8 +52,5 @@ class Shapes:
             ]
             if value.sym.ndim == 0:
                 return parts[0]
-            if value.sym.ndim == 1 and parts:
-                return tf.stack(parts)
-            return tf.reshape(
-                tf.stack(parts) if parts else tf.zeros([0], value.dtype), value.sym.shape
-            )
+            flat = tf.stack(parts) if parts else tf.zeros([0], value.dtype)
+            return flat if value.sym.ndim == 1 else tf.reshape(flat, value.sym.shape)

@@ -247,10 +247,9 @@ def _ops(graph: Any) -> Iterator[Any]:
 
 def _is_unseeded(op: Any) -> bool:
     """Whether an op shuffles, or draws, elements of a dataset in another order on each rank."""
-    if not op.type.startswith(("Shuffle", "RandomDataset")):
-        return False
-    of = dict(zip((arg.name for arg in op.op_def.input_arg), op.inputs, strict=True))
-    return all(tf.get_static_value(of[name]) == 0 for name in ("seed", "seed2"))
+    pairs = zip(op.op_def.input_arg, op.inputs, strict=False)
+    seeds = [tf.get_static_value(x) for arg, x in pairs if arg.name in ("seed", "seed2")]
+    return op.type.startswith(("ShuffleDataset", "RandomDataset")) and seeds == [0, 0]
 
 
 def _measure(source: Any) -> tuple[int, int, list[int] | None]:
@@ -311,19 +310,16 @@ def changes_rows(source: Any, kinds: set[str]) -> bool:
 def _keeps_rows(node: Any) -> bool:
     """Whether a map is known to return as many rows as it gets."""
     (function,) = (one.function for one in node._functions())
-    graph, many = function.graph, 7919  # which no function makes of another number
-    parts = graph.inputs[: len(graph.inputs) - len(function.captured_inputs)]
-    sizes = {t.name: t.shape[0] or many for t in parts if t.shape.rank and t.dtype != tf.variant}
-    names = [t.name for t in graph.outputs if t.dtype != tf.variant]
+    graph, rows = function.graph, 7919  # which no function makes of another number
+    given, names = {}, [t.name for t in graph.outputs if t.dtype != tf.variant]
     with tf.Graph().as_default():  # which never runs
-        given = {
-            t.name: tf.compat.v1.placeholder(t.dtype, [sizes[t.name], *t.shape[1:]])
-            for t in parts
-            if t.name in sizes
-        }
+        for part in graph.inputs[: len(graph.inputs) - len(function.captured_inputs)]:
+            if part.shape.rank and part.dtype != tf.variant:
+                rows = part.shape[0] or rows
+                given[part.name] = tf.compat.v1.placeholder(part.dtype, [rows, *part.shape[1:]])
         found = tf.graph_util.import_graph_def(graph.as_graph_def(), given, names)
     # The parts of a batch have equally many rows: to know it of one is enough.
-    return any(t.shape.rank and t.shape[0] in sizes.values() for t in found)
+    return any(t.shape.rank and t.shape[0] == rows for t in found)
 
 
 def _rows(batch: Any) -> Any:
