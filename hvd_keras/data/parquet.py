@@ -10,6 +10,8 @@ from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import flatten, pack
 from hvd_keras.runtime.process_sets import ProcessSet
 
+_KEPT = 100  # files whose metadata are
+
 
 class Tables:
     """The rows of several files, by number. Row groups are read as wholes, and some are kept.
@@ -22,6 +24,8 @@ class Tables:
 
     def __init__(self, paths: list[str], columns: Any, process_set: ProcessSet) -> None:
         self.paths, self.read_bytes = paths, 0.0
+        # That of many small row groups takes longer to read than one of them.
+        self._metadata = functools.lru_cache(_KEPT)(lambda path: _open(path).metadata)
         counts: dict[str, list[list[int]]] = {}  # rows and bytes of the row groups of each file
 
         def count(number: int) -> None:
@@ -85,21 +89,50 @@ class Tables:
     def _read(self, number: int) -> list[Any]:
         """Return the columns of a row group."""
         file, group = self._groups[number]
-        with _open(self.paths[file]) as opened:
+        path = self.paths[file]
+        with _open(path, self._metadata(path)) as opened:
             table = opened.read_row_group(group, columns=self._names)
         if table.num_rows != self.starts[number + 1] - self.starts[number]:
-            raise ValueError(f"{self.paths[file]} has changed since its rows were counted.")
+            raise ValueError(f"{path} has changed since its rows were counted.")
         arrays = [array_of(name, table[name].combine_chunks()) for name in self._names]
         return list(map(reading.as_fit_casts, arrays))
 
 
-def _open(path: str) -> Any:
+def _place(path: str) -> tuple[Any, str]:
+    """Return the file system of a path or a URI, whose characters stand for themselves."""
     try:
-        from pyarrow import parquet
+        from pyarrow import fs
     except ImportError as error:
         text = "pyarrow is missing; run: pip install 'hvd_keras[parquet]' on all hosts"
         raise ValueError(text) from error
-    return parquet.ParquetFile(path)
+    scheme, is_remote, rest = path.removeprefix("file://").partition("://")
+    if not is_remote:
+        return fs.LocalFileSystem(), scheme
+    host, _, name = rest.partition("/")
+    system, root = fs.FileSystem.from_uri(f"{scheme}://{host}/")
+    return system, f"{root.rstrip('/')}/{name}"
+
+
+def _open(path: str, metadata: Any = None) -> Any:
+    system, there = _place(path)
+    from pyarrow import parquet
+
+    return parquet.ParquetFile(there, metadata=metadata, filesystem=system)
+
+
+def completed(path: str) -> list[str]:
+    """List the Parquet files in a folder. ValueError unless Spark has completed it."""
+    system, there = _place(path)
+    from pyarrow import fs
+
+    found = system.get_file_info(fs.FileSelector(there, allow_not_found=True))
+    names = sorted(info.base_name for info in found)
+    if "_SUCCESS" not in names:
+        raise ValueError(
+            f"{path} has no _SUCCESS; expected the folder that hvd.spark.shard has written, on a "
+            "file system that the driver and all executors share"
+        )
+    return [f"{path}/{name}" for name in names if name.endswith(".parquet")]
 
 
 def array_of(name: str, column: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvd_keras.data import reading
-from hvd_keras.data.parquet import Tables
+from hvd_keras.data.parquet import Tables, completed
 from hvd_keras.data.split import WINDOW, Order, Split
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import flatten, pack
@@ -41,6 +41,14 @@ class Files:
         if not paths:
             raise ValueError(f"no file matches {self.pattern!r} on {os.uname().nodename}.")
         return paths
+
+
+class Folder(Files):
+    """The same of a folder of Parquet files that Spark has written."""
+
+    def paths(self) -> list[str]:
+        """List the files. Raises ValueError if there is none, or not yet all."""
+        return completed(self.pattern)
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ class Rows:
         """Return this rank's batches; to be called on all ranks, after ``hvd.init()``.
 
         Args:
-            options: those of ``hvd.data.shard``, which this calls: ``shuffle`` (whole batches),
-                ``seed``, ``start_epoch``, ``uneven``, ``evaluation``, ``process_set``.
+            options: those of ``hvd.data.shard`` of files, which this calls: ``shuffle``, ``seed``,
+                ``start_epoch``, ``uneven``, ``evaluation``, ``process_set``.
 
         Returns:
             A ``tf.data.Dataset`` of batches nested as ``columns``, of shape [rows, ...]: equally
@@ -40,10 +40,11 @@ class Rows:
             ValueError: (on all ranks) the folder cannot be read, or a column has nulls, rows of
                 different lengths, or a type that is neither number, string nor array of numbers.
         """
+        from hvd_keras.data.row_files import Folder
         from hvd_keras.data.tensorflow import sharding
-        from hvd_keras.spark.parquet import Batches
 
-        return sharding.shard(Batches(self.path, self.columns, self.batch_size), **options)
+        folder = Folder(self.path, self.columns, None, False, None)
+        return sharding.shard(folder, batch_size=self.batch_size, **options)
 
 
 def shard(df: Any, columns: Any, batch_size: int, *, path: str, seed: int | None = 0) -> Rows:

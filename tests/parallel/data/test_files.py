@@ -134,6 +134,27 @@ def test_parquet(directory: pathlib.Path) -> None:
         list(mixed)
 
 
+def test_rows_that_spark_has_written(directory: pathlib.Path) -> None:
+    folder = directory / "by #1"
+    if RANK == 0:
+        folder.mkdir()
+        write_tables(folder)
+        (folder / "_SUCCESS").touch()
+    hvd.barrier()
+    for path in (str(folder), f"file://{folder}"):
+        rows = hvd.spark.Rows(path, ({"row": "x"}, "half"), BATCH)
+        batches = {mode: rows.dataset(uneven=mode) for mode in ("share", "trim")}
+        mine = [
+            [n for x, _ in batches[mode] for n in x["row"].numpy().tolist()] for mode in batches
+        ]
+        everyone = agree.gather_json("rows", mine)
+        share, trim = (joined(parts) for parts in zip(*everyone, strict=True))
+        assert len({*share}) == len(share) == LENGTH - LENGTH % TOGETHER % SIZE
+        assert len({*trim}) == len(trim) == LENGTH - LENGTH % TOGETHER
+    absent = hvd.spark.Rows(f"{folder}/absent" if RANK == SIZE - 1 else str(folder), "x", BATCH)
+    assert "has no _SUCCESS" in error_of(absent.dataset)  # on all ranks
+
+
 class Squares:
     """A source as grain has them."""
 
