@@ -87,8 +87,10 @@ def run(
 
     if not isinstance(num_workers, int) or num_workers < 1:
         raise ValueError(f"hvd.ray.run: num_workers is {num_workers!r}, expected at least 1")
-    ray = _ray()
     each = dict(resources or {"CPU": 1})
+    if not any(each.values()):
+        raise ValueError(f"hvd.ray.run: resources is {each}, expected more than 0 of one of them")
+    ray = _ray()
     try:
         function = cloudpickle.dumps((func, tuple(args), dict(kwargs or {})))
     except Exception as error:
@@ -133,7 +135,8 @@ def _check_resources(ray: Any, each: Mapping[str, float], count: int) -> None:
     """Raise if the cluster can never have these resources, as it is now."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     slots = sum(
-        min(int(node.get(name, 0.0) // amount) for name, amount in each.items() if amount)
+        # 1.0 // 0.1 is 9.
+        min(int(node.get(name, 0.0) / amount + 1e-6) for name, amount in each.items() if amount)
         for node in nodes
     )
     if slots < count:

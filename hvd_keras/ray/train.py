@@ -115,7 +115,7 @@ def _join() -> str:
         with contextlib.suppress(TimeoutError):
             _state.joining.join(1.0)
             return ""
-    return "" if _state.job is None else f"hvdrun has not started all ranks within {START:g} s"
+    return f"hvdrun has not started all ranks within {START:g} s"
 
 
 def _end() -> None:
@@ -158,7 +158,7 @@ class _Backend(Backend):  # type: ignore[misc]
         if problem := call.problem(places):
             raise RuntimeError(f"hvd.ray: {problem}")
         worker_group.execute_single(0, _start, call, places)
-        if problem := "".join(worker_group.execute(_join)[:1]):
+        if problem := next(filter(None, worker_group.execute(_join)), ""):
             raise RuntimeError(f"hvd.ray: {problem}")
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:

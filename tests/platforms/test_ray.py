@@ -10,13 +10,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import hvd_keras.ray
 from hvd_keras.horovod.launching import RayExecutor
-from hvd_keras.ray.run import _by_host, _gpus
+from hvd_keras.ray.run import _by_host, _check_resources, _gpus
 from tests.harness.launcher import wait_until
 from tests.harness.raylets import raylets
 
@@ -109,6 +110,8 @@ def test_what_cannot_run_is_refused(cluster: Any, nothing_left: None) -> None:
         hvd_keras.ray.run(total, 3)
     with pytest.raises(ValueError, match="num_workers is 0, expected at least 1"):
         hvd_keras.ray.run(total, 0)
+    with pytest.raises(ValueError, match="'CPU': 0}, expected more than 0 of one"):
+        hvd_keras.ray.run(total, 1, resources={"CPU": 0})
     with pytest.raises(TypeError, match=r"cannot be pickled: .*lock.*inside the function"):
         hvd_keras.ray.run(total, 1, (threading.Lock(),))
 
@@ -367,6 +370,28 @@ def test_ray_train_tells_why_a_worker_failed(
 ) -> None:
     with pytest.raises(Exception, match=r"ValueError: bad luck"):
         fit(train, tmp_path, culprit=1, raises=True)
+
+
+def test_any_worker_that_does_not_join_is_an_error(monkeypatch: Any) -> None:
+    from hvd_keras.ray import train as module
+
+    class Group:
+        def execute(self, function: Any, *_: Any) -> list[Any]:
+            return ["", function()] if function is module._join else []
+
+        def execute_single(self, *_: Any) -> None:
+            pass
+
+    monkeypatch.setattr(module, "START", 0)
+    monkeypatch.setattr(module, "_state", module._State(None, None))
+    monkeypatch.setattr("hvd_keras.agents.Call.problem", lambda *_: "")
+    with pytest.raises(RuntimeError, match=r"hvd\.ray: hvdrun has not started all ranks"):
+        module._Backend().on_start(Group(), hvd_keras.ray.TrainConfig())
+
+
+def test_a_tenth_of_a_resource_is_there_ten_times() -> None:
+    fake = SimpleNamespace(nodes=lambda: [{"Alive": True, "Resources": {"CPU": 1.0}}])
+    _check_resources(fake, {"CPU": 0.1}, 10)
 
 
 def test_ranks_are_ordered_by_host() -> None:
