@@ -96,6 +96,7 @@ class RayExecutor:
         settings: from ``create_settings``.
         num_workers: number of ranks.
         num_hosts: number of hosts with one rank each, instead of ``num_workers``.
+        num_workers_per_host: 1; others raise TypeError.
         cpus_per_worker: CPUs of each rank.
         use_gpu: whether ranks have GPUs.
         gpus_per_worker: GPUs of each rank. Default with ``use_gpu``: 1.
@@ -109,11 +110,13 @@ class RayExecutor:
         settings: Mapping[str, float] | None = None,
         num_workers: int | None = None,
         num_hosts: int | None = None,
+        num_workers_per_host: int = 1,
         cpus_per_worker: int = 1,
         use_gpu: bool = False,
         gpus_per_worker: int | None = None,
         **others: Any,
     ) -> None:
+        others["num_workers_per_host"] = num_workers_per_host
         odd = [name for name, value in others.items() if value != self._DEFAULTS.get(name)]
         instead = ", or call hvd_keras.ray.run, which has resources and strategies"
         _refuse("RayExecutor: hvd_keras.ray.run", odd, others, instead)

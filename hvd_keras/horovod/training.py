@@ -26,6 +26,7 @@ from hvd_keras.runtime.keras import is_legacy, keras
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
 _ARGUMENTS = inspect.signature(distributed.DistributedOptimizer)
+_TAPE_ARGUMENTS = inspect.signature(distributed.DistributedGradientTape)
 
 
 @functools.wraps(distributed.DistributedOptimizer)
@@ -201,17 +202,25 @@ class DistributedGradientTape(distributed.DistributedGradientTape):
     """``hvd_keras.DistributedGradientTape``; on a rank outside of the process set a plain tape."""
 
     def __init__(self, gradtape: tf.GradientTape, *args: Any, **kwargs: Any) -> None:
-        self._alone = is_outside(kwargs.get("process_set", global_process_set))
+        given = _TAPE_ARGUMENTS.bind(gradtape, *args, **kwargs).arguments
+        self._alone = is_outside(given.get("process_set", global_process_set))
         if self._alone:
-            kwargs.pop("process_set")
-        super().__init__(gradtape, *args, **kwargs)
+            del given["process_set"]
+        super().__init__(**given)
 
-    def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("use_generic_names", None)
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        use_generic_names: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        kwargs["output_gradients"] = output_gradients
         if self._alone:
             missing_calls.mark_reduced(tf.nest.flatten(sources))
-            return self._tape.gradient(target, sources, *args, **kwargs)
-        return super().gradient(target, sources, *args, **kwargs)
+            return self._tape.gradient(target, sources, **kwargs)
+        return super().gradient(target, sources, **kwargs)
 
     def get_local_and_global_gradients(
         self,

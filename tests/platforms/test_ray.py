@@ -152,6 +152,8 @@ def test_what_horovods_executor_refuses() -> None:
     ):
         with pytest.raises(TypeError, match=words):
             RayExecutor(**arguments)
+    with pytest.raises(TypeError, match="num_workers_per_host=4"):
+        RayExecutor({}, None, 2, 4)  # in Horovod's order
     with pytest.raises(TypeError, match="ranks do not outlive a call"):
         RayExecutor(num_workers=1).start(executable_cls=dict)
 

@@ -199,8 +199,9 @@ def test_a_rank_outside_of_a_process_set() -> None:
         assert hvd.DistributedOptimizer(optimizer, process_set=first) is optimizer
     with tf.GradientTape() as plain:
         loss = weight * (RANK + 2.0)
-    tape = hvd.DistributedGradientTape(plain, process_set=first)
-    assert float(tape.gradient(loss, weight, use_generic_names=True)) == RANK + 2.0
+    none = hvd.Compression.none
+    tape = hvd.DistributedGradientTape(plain, "", "", none, False, hvd.Sum, 1.0, 0, None, first)
+    assert float(tape.gradient(loss, weight, None, True)) == RANK + 2.0
     assert hvd.remove_process_set(first)
     assert not hvd.remove_process_set(hvd.global_process_set)
 
