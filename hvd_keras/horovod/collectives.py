@@ -57,8 +57,10 @@ def _adapted(function: _Function, averages_gradients: bool = False) -> _Function
         process_set = given.arguments["process_set"]
         check_included(function.__name__, process_set)
         results = function(*args, **kwargs)
+        if not averages_gradients:
+            return results
         # hvd_keras's gradients are those of the sum of the ranks' losses.
-        factor = 1 / process_set.size() if averages_gradients else 1.0
+        factor = 1 / process_set.size()
         return tf.nest.map_structure(lambda x: _with_gradient_times(factor, x), results)
 
     return call  # type: ignore[return-value]

@@ -150,6 +150,12 @@ def test_gradients_have_horovods_scale(mode) -> None:
     np.testing.assert_allclose(derivative(hvd.allreduce), np.full([SIZE, 2], mean))
 
 
+def test_objects_arrive_as_they_were_sent() -> None:
+    mine = {"a": RANK, 3: [RANK]}  # keys that cannot be sorted
+    assert hvd.broadcast_object(mine, SIZE - 1) == {"a": SIZE - 1, 3: [SIZE - 1]}
+    assert hvd.allgather_object(mine)[0] == {"a": 0, 3: [0]}
+
+
 def test_broadcast_in_place() -> None:
     variables = [tf.Variable([RANK + 1.0]), tf.Variable(RANK + 5)]
     values = hvd.broadcast_(variables, SIZE - 1)
