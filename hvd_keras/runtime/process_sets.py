@@ -111,7 +111,7 @@ class ProcessSet:
     def __reduce__(self) -> Any:
         """Make copies of a set that was added the set itself, so that copied callbacks have it."""
         if self.process_set_id is not None:
-            return of_id, (self.process_set_id,)
+            return of_id, (self.id(),)
         return ProcessSet, (self._ranks if self.mpi_comm is None else self.mpi_comm,)
 
     def __repr__(self) -> str:

@@ -1,6 +1,8 @@
 """Horovod's names with Horovod's meaning, where that differs from ours."""
 
+import copy
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -335,6 +337,7 @@ def test_process_sets_are_numbered_and_written_as_horovods() -> None:
     with pytest.raises(ValueError, match="was not added"):
         hvd.allreduce(1, op=hvd.Sum, process_set=wanted)
     for process_set in (again, others):
+        assert copy.deepcopy(process_set) is process_set
         number = process_set.process_set_id
         assert int(hvd.size_op(number)) == process_set.size() == len(process_set.ranks)
         assert bool(hvd.process_set_included_op(number)) == process_set.included()
