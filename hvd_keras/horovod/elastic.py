@@ -276,8 +276,9 @@ class CommitStateCallback(_StateCallback):
         self._batches = 0
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        self._batches += 1
-        if self._batches % self.batches_per_commit == 0:
+        before, self._batches = self._batches, batch + 1
+        # steps_per_execution may step over a multiple.
+        if self._batches // self.batches_per_commit > before // self.batches_per_commit:
             self.state.commit()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

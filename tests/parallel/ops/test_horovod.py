@@ -318,6 +318,19 @@ def test_a_number_as_multiplier_decays_as_in_horovods_code(module, start, expect
     np.testing.assert_allclose(history["lr"], expected, rtol=1e-6)
 
 
+def test_commits_count_batches_of_steps_that_run_at_once() -> None:
+    keras = pytest.importorskip("keras")
+    model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", steps_per_execution=4)
+    commits: list[int] = []
+    state = SimpleNamespace(commit=lambda: commits.append(callback._batches))
+    callback = horovod.tensorflow.elastic.CommitStateCallback(state, batches_per_commit=6)
+    x = np.full((12, 1), RANK, "float32")
+    with hvd_keras.local_fit():
+        model.fit(x, x, batch_size=1, verbose=0, callbacks=[callback])
+    assert commits == [8, 12, 12]
+
+
 @pytest.mark.skipif(SIZE == 1, reason="the set of rank 0 is that of all ranks")
 def test_process_sets_are_numbered_and_written_as_horovods() -> None:
     everyone = f"ProcessSet(process_set_id=0, ranks={list(range(SIZE))}, mpi_comm=None)"
