@@ -5,7 +5,6 @@ are then, and the decorated function goes on from the last commit. So a commit i
 rank 0 writes into the folder ``HVD_COMMITS``; hvdrun chooses one for each job that may restart.
 """
 
-import base64
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -86,9 +85,9 @@ class ObjectState:
         attributes, values = self._saved
         path = storage.path_of(folder, 0, self._commits)
         # Attributes may be any objects, and the text of a checkpoint is JSON.
-        facts = {"attributes": base64.b64encode(attributes).decode(), "commit": self._commits}
-        stored = [storage.Variable(str(i), False, value) for i, value in enumerate(values)]
-        storage.write(path, facts, stored)
+        arrays = [*values, np.frombuffer(attributes, np.uint8)]
+        stored = [storage.Variable(str(i), False, value) for i, value in enumerate(arrays)]
+        storage.write(path, {"commit": self._commits}, stored)
         storage.prune(path, _KEPT)
 
     def check_host_updates(self) -> None:
@@ -126,9 +125,9 @@ class ObjectState:
                 "the beginning."
             )
         if found is not None:
-            values = [variable.value for variable in found[1].variables]
+            *values, attributes = [variable.value for variable in found[1].variables]
             _check_shapes(values, self.values())
-            self._saved = base64.b64decode(found[1].metadata["attributes"]), values
+            self._saved = attributes.tobytes(), values
         if root != 0:
             self._saved = objects.broadcast_object(self._saved, root, name="committed")
         if rank_info.rank() == 0 or found is not None:
