@@ -175,6 +175,19 @@ def digest(parts: list[Any]) -> str:
     return f"{found:016x}"
 
 
+def mixed(*numbers: int) -> int:
+    """Make one seed of several numbers."""
+    return int(np.random.default_rng(numbers).integers(2**31 - 1))
+
+
+def fetched(dataset: Any, collate: Callable[[Any], Any], numbers: Any) -> Any:
+    """Return a batch of row numbers; called where a DataLoader's workers run."""
+    rows = list(map(int, numbers))
+    if hasattr(dataset, "__getitems__"):
+        return collate(dataset.__getitems__(rows))
+    return collate([dataset[row] for row in rows])
+
+
 def _weights(real: Any, weight: float) -> Any:
     return np.where(real, weight, 0).astype(np.float32)
 

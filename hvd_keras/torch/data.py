@@ -216,13 +216,13 @@ def _of_loader(
     )
     names = ["num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"]
     names += ["prefetch_factor", "persistent_workers"] if loader.num_workers else []
-    pack = functools.partial(_fetched, dataset, loader.collate_fn)
+    pack = functools.partial(reading.fetched, dataset, loader.collate_fn)
     return reader, spec, {"pack": pack, **{name: getattr(loader, name) for name in names}}
 
 
 def _drawn(sampler: Any, seed: int, epoch: int) -> Any:
     """Return the row numbers of a sampler in an epoch, which torch's generators decide."""
-    mixed = _mix(seed, epoch)
+    mixed = reading.mixed(seed, epoch)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(mixed)
         if getattr(sampler, "generator", None) is not None:
@@ -241,18 +241,6 @@ def _drawn_again(sampler: Any, length: int, seed: int, epoch: int) -> Any:
             "`generator`, which hvd.data.shard seeds, and always equally many."
         )
     return found
-
-
-def _mix(*numbers: int) -> int:
-    return int(np.random.default_rng(numbers).integers(2**31 - 1))
-
-
-def _fetched(dataset: Any, collate: Any, numbers: Any) -> Any:
-    """Return a batch of row numbers; called where a DataLoader's workers run."""
-    rows = list(map(int, numbers))
-    if hasattr(dataset, "__getitems__"):
-        return collate(dataset.__getitems__(rows))
-    return collate([dataset[row] for row in rows])
 
 
 class _Batches(torch.utils.data.Dataset):  # type: ignore[misc]
@@ -321,7 +309,7 @@ class Loader(DataLoader):  # type: ignore[misc]
         if unread < len(self):
             # Of the workers, whose random numbers are this rank's, and the same in a rerun.
             rank = self.passes.source.split.rank
-            self.generator.manual_seed(_mix(self._seed, self.passes.next, rank))
+            self.generator.manual_seed(reading.mixed(self._seed, self.passes.next, rank))
             yield from super().__iter__()
 
 

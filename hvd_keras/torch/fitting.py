@@ -107,8 +107,11 @@ class Seed:
 COUNTS_ROWS = False
 
 
-def rows_in_steps(source: Any) -> None:
-    """Return None: it is not asked for."""
+def nothing(*_: Any, **__: Any) -> Any:
+    """Stand for what is done, or is there, on TensorFlow alone."""
+
+
+rows_in_steps = repeats = repeated = build_metrics = weigh_classes = validate_together = nothing
 
 
 def check(model: Any) -> None:
@@ -124,28 +127,11 @@ def passes_of(source: Any) -> list[Passes]:
     return [source.passes] if hasattr(source, "passes") else []
 
 
-def repeats(source: Any) -> bool:
-    """Return False: a pass begins where ``fit`` begins it."""
-    return False
-
-
-def repeated(source: Any) -> None:
-    """Return None: nothing reads ahead."""
-
-
 def prepare(own: Fit, source: Any) -> None:
     """Find the passes over the data; Keras has created the variables."""
     own.passes = passes_of(source)
     seeks = hasattr(source, "seek") and own.arguments["steps_per_epoch"] is None
     own.seekable = source if own.passes and seeks else None
-
-
-def build_metrics(own: Fit) -> None:
-    """Nothing: Keras has created their variables."""
-
-
-def weigh_classes(arguments: dict[str, Any]) -> None:
-    """Do nothing: Keras refuses ``class_weight`` with a DataLoader."""
 
 
 def can_look_at(source: Any) -> bool:
@@ -169,7 +155,3 @@ def gpu_bytes() -> int | None:
     """Return how much memory of its GPU is in use; None without a GPU."""
     free, total = torch.cuda.mem_get_info() if torch.cuda.is_initialized() else (0, 0)
     return total - free or None
-
-
-def validate_together(everywhere: bool) -> None:
-    """Nothing: a step is not compiled before it knows."""
