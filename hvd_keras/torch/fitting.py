@@ -129,9 +129,11 @@ def passes_of(source: Any) -> list[Passes]:
 
 def prepare(own: Fit, source: Any) -> None:
     """Find the passes over the data; Keras has created the variables."""
-    own.passes = passes_of(source)
-    seeks = hasattr(source, "seek") and own.arguments["steps_per_epoch"] is None
-    own.seekable = source if own.passes and seeks else None
+    passes, steps = passes_of(source), own.arguments["steps_per_epoch"]
+    # Keras begins the data anew in each epoch, or when they end.
+    own.begins_anew = bool(passes) and steps is not None and steps != len(source)
+    own.passes = () if own.begins_anew else passes
+    own.seekable = source if passes and hasattr(source, "seek") and steps is None else None
 
 
 def can_look_at(source: Any) -> bool:

@@ -114,7 +114,7 @@ def test_an_exception_in_fit_waits_for_the_file(hvdrun) -> None:
         checkpoint = hvd.callbacks.Checkpoint("states", save_freq=2)
         try:
             model.fit(
-                hvd.data.shard((x, x[:, :1]), batch_size=12), verbose=0,
+                hvd.data.shard((x, x[:, :1]), batch_size=12), steps_per_epoch=3, verbose=0,
                 callbacks=[broadcast, checkpoint, Interrupt()],
             )
         except KeyboardInterrupt:
@@ -124,6 +124,7 @@ def test_an_exception_in_fit_waits_for_the_file(hvdrun) -> None:
     """)
     job = hvdrun.run("-np", "2", "--oversubscribe", sys.executable, script)
     assert job.returncode == 0, job.stdout + job.stderr
+    assert "will begin the data anew: its passes end within the epochs of fit" in job.stderr
     assert "files: ['checkpoint-00000-0000002.h5']" in job.stdout, job.stdout
 
 
