@@ -3,17 +3,20 @@
 import contextvars
 import dataclasses
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import keras
 import numpy as np
 import torch
 
 from hvd_keras.gradients import missing_calls
-from hvd_keras.runtime import agree, log, rank_info
+from hvd_keras.runtime import agree, rank_info
 from hvd_keras.runtime.keras import call_loss, divisors
 from hvd_keras.runtime.process_sets import ProcessSet
-from hvd_keras.training import fit_state
+from hvd_keras.torch.collectives import allgather
+from hvd_keras.training import fit_state, halves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,15 +47,22 @@ def weighed(
 def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
     """Replace ``keras.losses.Loss.__call__``, which every loss and every output calls."""
     own = _weighing.get()
-    # Keras computes shapes on a device without values.
-    if getattr(getattr(y_pred, "device", None), "type", "meta") == "meta":
+    # Keras computes shapes on a device without values, or if it cannot, of equal ones.
+    place = getattr(getattr(y_pred, "device", None), "type", "meta")
+    if place == "meta" or agree.is_building.get():
         return loss_call(loss, y_true, y_pred, sample_weight)
     if own is None:
         is_loop = rank_info.is_initialized() and not missing_calls.in_fit.get()
         if not is_loop or rank_info.size() == 1 or not torch.is_grad_enabled():
             return loss_call(loss, y_true, y_pred, sample_weight)
+    arguments = y_true, y_pred, sample_weight
     with agree.within(_weighing, None):  # a loss may compute others
-        value, values = call_loss(loss, loss_call, y_true, y_pred, sample_weight)
+        if own is not None and own.is_exact():
+            if not hasattr(loss, "_hvd_mixes_rows"):
+                loss._hvd_mixes_rows = _mixes_rows(own, loss_call, loss, arguments)
+            if loss._hvd_mixes_rows:
+                return _of_all_ranks(own, loss_call, loss, arguments)
+        value, values = call_loss(loss, loss_call, *arguments)
     if own is None:
         _note_unweighed(loss, values, y_pred, sample_weight)
         return value
@@ -74,6 +84,31 @@ def _note_unweighed(loss: Any, values: Any, y_pred: Any, sample_weight: Any) -> 
     )
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _mixes_rows(own: Weighing, loss_call: Any, loss: Any, arguments: Sequence[Any]) -> bool:
+    def loss_of(rows: slice) -> Any:
+        cut = keras.tree.map_structure(
+            lambda x: x if x is None else torch.as_tensor(x)[rows], arguments
+        )
+        with torch.no_grad():
+            value, values = call_loss(loss, loss_call, *cut)
+        return (value if values is None or not values.dim() else values).cpu().double().numpy()
+
+    rows = len(keras.tree.flatten(arguments[1])[0])
+    return halves.mix(loss.name, loss_of, rows, loss.reduction == "sum", own.process_set)
+
+
+def _of_all_ranks(own: Weighing, loss_call: Any, loss: Any, arguments: Sequence[Any]) -> Any:
+    def gathered(part: Any) -> Any:
+        if part is None or not torch.as_tensor(part).dim():
+            return part
+        rows = allgather(part, name=f"loss {loss.name}", process_set=own.process_set)
+        rows._keras_mask = gathered(getattr(part, "_keras_mask", None))
+        return rows
+
+    return loss_call(loss, *keras.tree.map_structure(gathered, arguments))
+
+
 def _weigh(
     own: Weighing, loss: Any, value: Any, values: Any, y_pred: Any, sample_weight: Any
 ) -> Any:
@@ -85,21 +120,15 @@ def _weigh(
         )
     if reduction == "sum":
         return value * size if own.averages and own.is_exact() else value
-    if values is not None and not values.dim():
-        log.warn_once(
-            f"the loss {loss.name} is one number for a batch. If it is no mean over the batch's "
-            "rows, the mean of the ranks' losses is not the loss that one process has."
-        )
-        return value
-    weights = divisors(loss, values, y_pred, sample_weight) if values is not None else []
+    has_rows = values is not None and values.dim()
+    weights = divisors(loss, values, y_pred, sample_weight) if has_rows else []
     if own.validates and weights:
         fit_state.weighed.add(own.model)
     if not weights or not own.is_exact():
         return value
-    shape = values.shape
     # Gradients of all ranks count alike; in validation a rank's loss counts by its rows.
     rows = len(y_pred) if own.validates else 1
-    mine = np.array([float(math.prod(_fit(w, shape) for w in weights).sum()), rows])
+    mine = np.array([float(math.prod(_fit(w, values.shape) for w in weights).sum()), rows])
     call = {"name": f"weight of loss {loss.name}", "process_set": own.process_set.id()}
     (total,) = agree.run("allreduce", [mine], reduction="Sum", **call)
     # This rank's share of the entries over its share of the rows, which is 1 / N in training.

@@ -26,6 +26,8 @@ CASES += [
     "branch",
     "no branch",
     "sum",
+    "circle",
+    "dice",
     "masked",
     "masked sgd",
     "bfloat16",
@@ -78,7 +80,7 @@ def test_metrics_are_those_of_one_process(trained, size) -> None:
     alone = json.loads((trained / "logs 0 of 1.json").read_text())
     for rank in range(size):
         logs = json.loads((trained / f"logs {rank} of {size}.json").read_text())
-        for case in ("sgd", "adam", "accumulated", "sum", "masked", "masked sgd"):
+        for case in ("sgd", "adam", "accumulated", "sum", "circle", "masked", "masked sgd"):
             metric = "mae" if case.startswith("masked") else "auc"
             names = {"loss", metric, "val_loss", f"val_{metric}"}
             assert logs[case].keys() == alone[case].keys() == names

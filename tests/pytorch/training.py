@@ -108,6 +108,8 @@ CASES = {
         *(lambda: optimizers.SGD(0.1, weight_decay=0.1), "mse", ROWS, {}),
     ),
     "sum": (perceptron, lambda: optimizers.SGD(1e-3), losses.MeanSquaredError("sum"), ROWS, {}),
+    "circle": (perceptron, lambda: optimizers.SGD(0.1), losses.Circle(gamma=2.0), ROWS, {}),
+    "dice": (perceptron, lambda: optimizers.SGD(0.1), losses.Dice(), ROWS, {}),
     "masked": (masked, lambda: optimizers.Adam(0.01), "mse", SEQUENCES, {}),
     "masked sgd": (masked, lambda: optimizers.SGD(0.1), "mae", SEQUENCES, {}),
     "bfloat16": (
