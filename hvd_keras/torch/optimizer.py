@@ -42,23 +42,20 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         optimizer: any ``keras.optimizers.Optimizer``, or its name.
         name, compression, gradient_predivide_factor, op, backward_passes_per_step,
             average_aggregated_gradients, process_set: as on TensorFlow.
-        others: those of TensorFlow's that are at their defaults.
-
-    Returns:
-        The same optimizer.
+        others: those of TensorFlow's, at their defaults.
 
     Raises:
-        NotImplementedError: an argument needs Keras on TensorFlow.
+        NotImplementedError: an argument is unknown, or needs Keras on TensorFlow.
         TypeError: ``optimizer`` is none of Keras, or ``compression`` of another type.
         ValueError: it is distributed already, or an argument is impossible; and in the first step,
             on every rank, if the ranks' models differ.
     """
     rank_info.rank()  # says so, if init() was not called
-    given = {key: value for key, value in others.items() if value != _DEFAULTS.get(key)}
+    given = [key for key, value in others.items() if value != _DEFAULTS.get(key, others)]
     if given:
         raise NotImplementedError(
-            f"hvd.DistributedOptimizer: got {', '.join(given)}, which need Keras on TensorFlow. "
-            "Leave them out."
+            f"hvd.DistributedOptimizer: got {', '.join(given)}, expected none but the arguments "
+            "that exist on PyTorch. Leave them out."
         )
     optimizer = keras.optimizers.get(optimizer) if isinstance(optimizer, str) else optimizer
     if not isinstance(optimizer, keras.optimizers.Optimizer):
@@ -94,10 +91,11 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     return outermost
 
 
-# Of the arguments that TensorFlow's has besides; None of the others.
+# Of the arguments that TensorFlow's has besides.
 _DEFAULTS: dict[str, Any] = {
     **{"device_dense": "", "device_sparse": "", "sparse_as_dense": False, "num_groups": 0},
-    **{"scale_local_gradients": True, "shard_state": False},
+    **{"scale_local_gradients": True, "shard_state": False, "fragments": 1},
+    **dict.fromkeys(("groups", "sync_every", "outer_optimizer", "inner_process_set")),
 }
 
 

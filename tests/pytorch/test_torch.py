@@ -244,6 +244,7 @@ def test_what_is_not_there_is_refused(hvdrun) -> None:
         refused(needs, "reduction", lambda: fit(loss=loss))
         wrap, sgd = hvd.DistributedOptimizer, keras.optimizers.SGD
         refused(needs, "shard_state", lambda: wrap(sgd(), shard_state=True))
+        refused(needs, "fragmets", lambda: wrap(sgd(), fragments=1, groups=None, fragmets=None))
         refused(TypeError, "torch.optim", lambda: wrap(torch.optim.SGD([torch.zeros(1)])))
         refused(ValueError, "distributed already", lambda: wrap(wrap(sgd())))
         names = ("layers", "DistributedGradientTape", "SyncBatchNormalization", "join", "spark")
