@@ -330,7 +330,9 @@ def alltoall(
     size = process_set.size()
     with _on_all_ranks("alltoall", name, process_set, np.zeros(size, np.int64)) as call:
         (mine,) = _with_rows("alltoall", [tensor])
-        rows = torch.full([size], len(mine) // size) if splits is None else checked("x", splits)
+        rows = checked("alltoall", [len(mine) // size] * size if splits is None else splits)
+        if rows.is_floating_point():
+            raise TypeError(f"hvd.alltoall: splits is {splits!r}, expected integers.")
 
     def gradient(upstream: torch.Tensor, _: Any) -> tuple[torch.Tensor, None]:
         sent = [checked("alltoall", upstream), counts]

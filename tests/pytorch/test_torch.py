@@ -145,6 +145,8 @@ def test_collectives_and_their_gradients(hvdrun) -> None:
         assert "TypeError: hvd.allreduce: got a tensor of dtype complex64" in text, text
         text = error(lambda: hvd.allreduce(torch.zeros(2, dtype=torch.int64)))
         assert "ValueError" in text and "would be rounded" in text, text
+        text = error(lambda: hvd.alltoall(torch.zeros(3), splits=[1.5, 1.5] if r else [1, 2]))
+        assert "FailedPrecond" in text and "[1.5, 1.5], expected integers" in text, text
         print("done")
     """
     assert run(hvdrun, 2, script).count("done") == 2
