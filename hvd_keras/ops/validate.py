@@ -13,11 +13,6 @@ from hvd_keras.runtime.process_sets import ProcessSet
 
 raw = libraries.tensorflow_ops()
 
-DTYPES = {
-    *(tf.bool, tf.uint8, tf.int8, tf.uint16, tf.int16, tf.uint32, tf.int32, tf.uint64, tf.int64),
-    *(tf.float16, tf.bfloat16, tf.float32, tf.float64),
-}
-
 
 def check(kind: str, process_set: ProcessSet) -> None:
     """Raise ValueError or NotImplementedError if this rank cannot make this call here."""
@@ -56,8 +51,8 @@ def checked(kind: str, tensor: Any) -> Any:
     """Return a tensor, or ``tf.IndexedSlices``, of a dtype that can be sent."""
     if not isinstance(tensor, tf.IndexedSlices):
         tensor = tf.convert_to_tensor(tensor)
-    if tensor.dtype not in DTYPES:
-        names = ", ".join(sorted(dtype.name for dtype in DTYPES))
+    if tensor.dtype.name not in agree.DTYPES:
+        names = ", ".join(sorted(agree.DTYPES))
         raise TypeError(
             f"hvd.{kind}: got a tensor of dtype {tensor.dtype.name}, expected one of {names}. "
             "Encode it as one of these first."

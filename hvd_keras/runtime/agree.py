@@ -26,6 +26,12 @@ if TYPE_CHECKING:  # it imports this module
 #: This rank traces a step alone, only to create its variables: nothing may wait for other ranks.
 is_building = contextvars.ContextVar("hvd_keras is building a model", default=False)
 
+#: What the core can send, by NumPy's names.
+DTYPES = {
+    *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+    *("float16", "bfloat16", "float32", "float64"),
+}
+
 _Result = TypeVar("_Result")
 
 

@@ -19,12 +19,6 @@ from hvd_keras.training.variables import give_each_rank_its_own_randomness
 
 Tensors = Sequence[torch.Tensor]
 
-# What the core knows, by torch's names.
-_DTYPES = {
-    *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
-    *("float16", "bfloat16", "float32", "float64"),
-}
-
 
 @functools.cache
 def name_of(dtype: torch.dtype) -> str:
@@ -47,10 +41,10 @@ def checked(kind: str, tensor: Any) -> torch.Tensor:
         )
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
-    if name_of(tensor.dtype) not in _DTYPES:
+    if name_of(tensor.dtype) not in agree.DTYPES:
         raise TypeError(
             f"hvd.{kind}: got a tensor of dtype {name_of(tensor.dtype)}, expected one of "
-            f"{', '.join(sorted(_DTYPES))}. Encode it as one of these first."
+            f"{', '.join(sorted(agree.DTYPES))}. Encode it as one of these first."
         )
     return tensor.contiguous()
 
