@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from hvd_keras import ops
 from hvd_keras.gradients import shards
-from hvd_keras.gradients.specs import VariableSpec
+from hvd_keras.gradients.specs import DIFFERENT_STEPS, VariableSpec
 from hvd_keras.ops.reduction import Compression, Compressor
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import has_gpu
@@ -115,12 +115,6 @@ def refuse_strategies() -> None:
 #: The number of the present step of ``fit`` in eager code.
 step_of_fit: contextvars.ContextVar[int] = contextvars.ContextVar("step of fit", default=0)
 
-_DIFFERENT_STEPS = (
-    "the ranks skip different steps, so that they would average gradients of different steps. Skip "
-    "a step on all ranks if one of them must: hvd.allreduce(tf.cast(condition, tf.int32), "
-    "op=hvd.Min) == 1"
-)
-
 
 def counter() -> Any:
     """The handle of a variable for ``check_step``."""
@@ -160,7 +154,7 @@ def check_step(name: str, steps: Any, process_set: ProcessSet) -> None:
     def fail() -> tf.Tensor:
         # XLA drops assertions; of these, which differ in shape, no rank gets one.
         mine = tf.zeros([1 + process_set.rank()])
-        failing = f"{name}: {_DIFFERENT_STEPS}"
+        failing = f"{name}: {DIFFERENT_STEPS}"
         (zeros,) = ops.reduce_tensors([mine], op=ops.Sum, name=failing, process_set=process_set)
         return zeros[0]
 
@@ -184,7 +178,7 @@ def agree_on_kinds(
     call = {"name": f"{name}.kinds", "process_set": process_set.id()}
     (gathered,) = agree.run("allgather", [mine], **call)
     if tf.executing_eagerly() and np.ptp(gathered[:, 0]):
-        raise ValueError(f"{name}: {_DIFFERENT_STEPS}.")
+        raise ValueError(f"{name}: {DIFFERENT_STEPS}.")
     # [ranks, variables]: what one rank has dense, all send dense.
     return tuple(_KINDS[i] for i in gathered[:, 1:].max(axis=0))
 

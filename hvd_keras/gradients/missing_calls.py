@@ -204,6 +204,16 @@ def warn_of_empty_broadcast(process_set: ProcessSet) -> None:
     )
 
 
+def warn_of_changed(name: str, process_set: ProcessSet) -> None:
+    """Warn that a script changes gradients of each rank, perhaps by more than equal factors."""
+    if process_set.rank() == 0:
+        log.warn_once(
+            f"{name}: gradients are changed before the mean over the ranks is taken. If the script "
+            "clips them, each rank does it by its own rows: use clipnorm, clipvalue or "
+            "global_clipnorm of the optimizer, which see the mean."
+        )
+
+
 def check_weights(
     name: str, what: str, variables: Sequence[Any], requests: int, process_set: ProcessSet
 ) -> bool:

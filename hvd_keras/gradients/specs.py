@@ -20,6 +20,12 @@ from hvd_keras.runtime import agree, settings
 from hvd_keras.runtime.keras import keras, outside_graphs
 from hvd_keras.runtime.process_sets import ProcessSet
 
+DIFFERENT_STEPS = (
+    "the ranks skip different steps, so that they would average gradients of different steps. Skip "
+    "a step on all ranks if one of them must: hvd.allreduce(condition, op=hvd.Min) == 1, with the "
+    "condition as an int32"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class VariableSpec:

@@ -16,6 +16,7 @@ from hvd_keras.runtime.keras import innermost, replaced
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.runtime.reductions import Average, Max, ReduceOp, check_of_gradients
 from hvd_keras.torch.collectives import Compression, Exchange, all_checked, check_compression
+from hvd_keras.training import fit_state
 
 _kind = operator.attrgetter("shape", "dtype", "device")
 
@@ -32,11 +33,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     process_set: ProcessSet = global_process_set,
     **others: Any,
 ) -> keras.optimizers.Optimizer:
-    """Make a Keras optimizer apply the gradients of all ranks.
-
-    Each update first averages the gradients over the ranks, after local gradient accumulation and
-    before clipping, weight decay and moving averages. The optimizer itself is changed and returned:
-    its class, its configuration and its state stay what they were.
+    """Make a Keras optimizer apply the gradients of all ranks, and return it, as on TensorFlow.
 
     Args:
         optimizer: any ``keras.optimizers.Optimizer``, or its name.
@@ -145,12 +142,12 @@ class Ahead:
         assert send is not None  # an optimizer calls, or it was asked for before
         self.sent[number] = send(self._buckets[number], gradients)
 
-    def differs(self, gradients: Sequence[Any]) -> bool:
-        """Whether an update gets other gradients than were sent."""
-        return self._is_stale or any(
-            gradients[i] is None or _state(gradients[i]) != state
-            for i, state in self._given.items()
-        )
+    def differs(self, gradients: Sequence[Any]) -> tuple[bool, bool]:
+        """Whether an update gets other gradients than were sent, and if so, changed ones."""
+        given = [(gradients[i], state) for i, state in self._given.items()]
+        others = [g for g, state in given if g is None or _state(g) != state]
+        is_changed = not self._is_stale and any(g is not None for g in others)
+        return self._is_stale or bool(others), is_changed
 
     def results(self, gradients: list[Any], exist: Any) -> dict[int, Any]:
         """Return the results by variable, of the buckets whose gradients all ``exist`` on a rank.
@@ -177,7 +174,7 @@ class Ahead:
             hook.remove()
 
     def drain(self) -> None:
-        """The same before an update of other variables; all ranks receive what some have sent."""
+        """The same; all ranks receive what some have sent, which will not be applied."""
         self.remove()
         for n, bucket in enumerate(self._buckets):
             if n not in self.sent:
@@ -260,19 +257,25 @@ class Reducer:
             self._ahead.drain()
             self._ahead = None
         ahead = self._ahead
-        changed = ahead is not None and ahead.differs(gradients)
+        differs = ahead.differs(gradients) if ahead is not None else (False, False)
+        step = fit_state.step()
         # Which gradients each rank has, and whether any was sent that is not to be applied.
-        mine = np.array([*(gradient is not None for gradient in gradients), changed])
+        mine = np.array([*(g is not None for g in gradients), *differs, step, -step])
         call = {"name": f"{self.name}.kinds", "process_set": self.process_set.id()}
-        (kinds,) = agree.run("allreduce", [mine], reduction=Max.value, **call)
-        for i in np.flatnonzero(kinds[:-1] & ~mine[:-1]):  # such as that of an unused branch
+        (found,) = agree.run("allreduce", [mine], reduction=Max.value, **call)
+        exist, (differ, are_changed, most, least) = found[:-4] > 0, found[-4:]
+        if most != -least:
+            raise ValueError(f"{self.name}: {specs.DIFFERENT_STEPS}.")
+        for i in np.flatnonzero(exist & (mine[:-4] == 0)):  # such as that of an unused branch
             gradients[i] = torch.zeros_like(shown[i].value)
+        if are_changed:
+            missing_calls.warn_of_changed(self.name, self.process_set)
         if not self._optimizer.gradient_accumulation_steps:
-            done = ahead.results(gradients, kinds[:-1]) if ahead is not None else {}
-            if kinds[-1] and ahead is not None:
+            if ahead is not None and differ:
                 # The script changes gradients, or computes them in several parts.
-                ahead.remove()
-                done, self._ahead = {}, None
+                ahead.drain()
+                ahead = self._ahead = None
+            done = ahead.results(gradients, exist) if ahead is not None else {}
             gradients = self._exchange(gradients, done)
             if is_new and len(self._compared) == 1:
                 self._ahead = Ahead([variable.value for variable in shown], self._send)

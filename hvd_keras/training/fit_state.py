@@ -136,6 +136,12 @@ def running(model: Any) -> Fit | None:
     return own if own is not None and own.model is model else None
 
 
+def step() -> int:
+    """How many steps the ``fit`` that runs has made; 0 outside of one."""
+    own = current.get()
+    return 0 if own is None or own.values is None else own.values.steps
+
+
 def check_built(model: Any) -> None:
     """Check, for a callback, that the model has its variables.
 
