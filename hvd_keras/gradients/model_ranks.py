@@ -7,17 +7,27 @@ attribute ``_hvd_reducer`` of the model's optimizers.
 import contextvars
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from hvd_keras.gradients import shards
 from hvd_keras.runtime.keras import innermost, keras, optimizer_classes
 from hvd_keras.runtime.process_sets import ProcessSet
-
-if TYPE_CHECKING:  # it imports this module
-    from hvd_keras.gradients.reducer import GradientReducer
+from hvd_keras.runtime.reductions import ReduceOp
 
 
-def reducer_of(optimizer: Any) -> "GradientReducer | None":
+class Reducer(Protocol):
+    """What reduces the gradients of a distributed optimizer, as ``reducer.GradientReducer``."""
+
+    name: str
+    process_set: ProcessSet
+    op: ReduceOp
+    is_sharded: bool
+    averages_rows: bool
+    options: Any  # agreement.ExchangeOptions
+    rounds: Any  # training.rounds.Rounds, if the ranks average weights; else None
+
+
+def reducer_of(optimizer: Any) -> Reducer | None:
     """The reducer of a distributed optimizer, also inside a LossScaleOptimizer; else None."""
     return getattr(innermost(optimizer), "_hvd_reducer", None)
 
@@ -53,7 +63,7 @@ def optimizers_of(model: Any) -> list[Any]:
     return list(found.values())
 
 
-def reducers_of(model: Any) -> "list[GradientReducer]":
+def reducers_of(model: Any) -> list[Reducer]:
     """Return the reducers of a model's distributed optimizers."""
     reducers = map(reducer_of, optimizers_of(model))
     return list({id(r): r for r in reducers if r is not None}.values())

@@ -12,16 +12,13 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import ml_dtypes
 import numpy as np
 import xxhash
 
 from hvd_keras.runtime import libraries, rank_info
-
-if TYPE_CHECKING:  # it imports this module
-    from hvd_keras.runtime.process_sets import ProcessSet
 
 #: This rank traces a step alone, only to create its variables: nothing may wait for other ranks.
 is_building = contextvars.ContextVar("hvd_keras is building a model", default=False)
@@ -33,6 +30,21 @@ DTYPES = {
 }
 
 _Result = TypeVar("_Result")
+
+
+class Ranks(Protocol):
+    """The ranks that take part, a ``process_sets.ProcessSet``."""
+
+    @property
+    def ranks(self) -> Sequence[int]: ...
+
+    def id(self) -> int: ...
+
+    def rank(self) -> int: ...
+
+    def size(self) -> int: ...
+
+    def check_included(self, name: str) -> None: ...
 
 
 @contextlib.contextmanager
@@ -209,7 +221,7 @@ def begin(
 _KINDS = (OSError, ValueError, TypeError, NotImplementedError, RuntimeError)
 
 
-def gather_json(name: str, value: Any, process_set: "ProcessSet | None" = None) -> list[Any]:
+def gather_json(name: str, value: Any, process_set: Ranks | None = None) -> list[Any]:
     """Return every rank's value, by rank. Also works while TensorFlow traces a function.
 
     Args:
@@ -224,7 +236,7 @@ def gather_json(name: str, value: Any, process_set: "ProcessSet | None" = None) 
 
 
 def gather_if_different(
-    name: str, value: Any, process_set: "ProcessSet | None" = None
+    name: str, value: Any, process_set: Ranks | None = None
 ) -> list[Any] | None:
     """Return every rank's value, by rank; None if they are equal: then only hashes travel."""
     digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
@@ -234,7 +246,7 @@ def gather_if_different(
 
 
 def gather_bytes(
-    name: str, mine: bytes, process_set: "ProcessSet | None" = None, to_leader: bool = False
+    name: str, mine: bytes, process_set: Ranks | None = None, to_leader: bool = False
 ) -> list[bytes]:
     """Return every rank's bytes, by rank, of any number. Also works while TensorFlow traces.
 
@@ -292,7 +304,7 @@ def numpy_dtype(dtype: Any) -> Any:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-def by_rank(values: Sequence[Any], process_set: "ProcessSet | None" = None) -> str:
+def by_rank(values: Sequence[Any], process_set: Ranks | None = None) -> str:
     """Return a text of the ranks' values, for errors: ``rank 0: 3; rank 1: 4``; without None."""
     ranks = range(len(values)) if process_set is None else process_set.ranks
     pairs = zip(ranks, values, strict=True)
@@ -301,7 +313,7 @@ def by_rank(values: Sequence[Any], process_set: "ProcessSet | None" = None) -> s
 
 @contextlib.contextmanager
 def refused_on_all_ranks(
-    kind: str, name: str, process_set: "ProcessSet", *more: Any, **call: Any
+    kind: str, name: str, process_set: Ranks, *more: Any, **call: Any
 ) -> Iterator[None]:
     """Make an error in this rank's arguments of a collective fail the call on all ranks.
 
@@ -330,7 +342,7 @@ def refused_on_all_ranks(
 
 
 def on_all_ranks(
-    name: str, function: Callable[[], _Result], process_set: "ProcessSet | None" = None
+    name: str, function: Callable[[], _Result], process_set: Ranks | None = None
 ) -> _Result:
     """Call a function; an error on any rank is raised on all, with the same type and text.
 
@@ -370,9 +382,7 @@ def on_all_ranks(
     raise combined from error
 
 
-def on_leader(
-    name: str, function: Callable[[], _Result], process_set: "ProcessSet"
-) -> _Result | None:
+def on_leader(name: str, function: Callable[[], _Result], process_set: Ranks) -> _Result | None:
     """As ``on_all_ranks``, but only the first rank calls the function; others wait for it.
 
     Returns what the function returned; None on the other ranks.

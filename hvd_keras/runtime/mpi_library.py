@@ -58,7 +58,7 @@ def candidates() -> Iterator[Library]:
     """The installed MPI libraries, the preferred ones first."""
     for path in loaded():
         yield Library(path, "which this process has loaded", True)
-    if chosen := settings.variable("HVD_MPI_LIBRARY"):
+    if chosen := settings.mpi_library():
         yield Library(_with_version(chosen), "of HVD_MPI_LIBRARY", True)
     if built_with := _of_build():
         yield Library(_with_version(built_with), "chosen by HVD_MPICXX at build time", True)
@@ -159,7 +159,7 @@ def _of_build() -> str:
 
 
 def _of_mpi4py() -> Iterator[Library]:
-    for path in settings.variable("MPI4PY_LIBMPI").split(os.pathsep):
+    for path in settings.mpi4py_library().split(os.pathsep):
         if os.path.isfile(path):
             yield Library(path, "of MPI4PY_LIBMPI", True)
     spec = importlib.util.find_spec("mpi4py")
@@ -178,6 +178,6 @@ def _of_mpi4py() -> Iterator[Library]:
 def _of_system() -> Iterator[Library]:
     if mpirun := shutil.which("mpirun") or shutil.which("mpiexec"):
         yield from beside(mpirun)
-    folders = list(filter(None, settings.variable("LD_LIBRARY_PATH").split(os.pathsep)))
+    folders = list(filter(None, settings.library_path().split(os.pathsep)))
     folders += ["/usr/local/lib", f"/usr/lib/{platform.machine()}-linux-gnu", "/usr/lib64"]
     yield from _in_folders(folders, "of the system")

@@ -126,9 +126,14 @@ def wait_without_limit() -> None:
         os.environ.setdefault(name, "0")
 
 
-def variable(name: str) -> str:
-    """Return a variable of the environment that is no setting of hvd_keras; empty without it."""
-    return os.environ.get(name, "")
+def mpi_library() -> str:
+    """``HVD_MPI_LIBRARY``: the full path of the MPI library to use; empty: the first found."""
+    return os.environ.get("HVD_MPI_LIBRARY", "")
+
+
+def mpi4py_library() -> str:
+    """``MPI4PY_LIBMPI``: the MPI library that mpi4py is to use; empty: the first that it finds."""
+    return os.environ.get("MPI4PY_LIBMPI", "")
 
 
 @functools.cache
@@ -159,6 +164,11 @@ def keras_backend() -> str:
             "JAX, Keras distributes training itself: keras.distribution.DataParallel."
         )
     return name
+
+
+def library_path() -> str:
+    """``LD_LIBRARY_PATH``: folders of shared libraries."""
+    return os.environ.get("LD_LIBRARY_PATH", "")
 
 
 def user_cache() -> pathlib.Path:

@@ -29,7 +29,7 @@ Report staying(const std::vector<Call>& calls) {
 Report leaving(std::string reason, const std::vector<Call>& calls) {
   Report report = staying(calls);
   report.leaving = true;
-  report.reason = std::move(reason);
+  report.reason = "left the job: " + std::move(reason);
   return report;
 }
 

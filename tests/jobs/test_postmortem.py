@@ -37,7 +37,7 @@ def test_requests_outlive_kill_9(tmp_path: pathlib.Path) -> None:
     assert 195 <= len(steps) <= len(killed.requests) == 200
     assert {(r.bytes, postmortem.STATES[r.state], r.process_set) for r in steps} == {(4, "done", 0)}
     assert all(0 < r.submitted <= r.started <= r.ended for r in steps)
-    assert not killed.has_stacks and not killed.leaving
+    assert (killed.has_stacks, killed.leaving) == (False, "")
     # Its room on the disk was taken at the start: a full disk is no SIGBUS later.
     file = (folder / "rank-1.requests").stat()
     assert file.st_blocks * 512 >= file.st_size > 0

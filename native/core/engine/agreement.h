@@ -52,7 +52,7 @@ struct Report {
   bool had_joined = false;     // at the last negotiation
   bool leaving = false;        // nothing will follow the queue
   bool warns = false;          // this rank is about to print what the ranks wait for
-  std::string reason;          // of leaving
+  std::string reason;          // of leaving: "left the job: ..."
   double unchanged = 0;        // seconds since the queue changed, if over HVD_MISMATCH_SECONDS
   double waited = 0;           // seconds without progress, if over the timeout
 
