@@ -259,7 +259,11 @@ def _measure(source: Any) -> tuple[int, int, list[int] | None]:
     """
     node = below(source, _ELEMENTWISE)
     is_plain = kind_of(node) in ("Batch", "ParallelBatch", "PaddedBatch")
-    if not is_plain or changes_rows(source, _ELEMENTWISE):
+    if is_plain and changes_rows(source, _ELEMENTWISE):  # or that is unknown: the first batch tells
+        is_plain = [int(_rows(x)) for x in _first(source, 1)] == [
+            min(_length(node._inputs()[0]), int(node._batch_size))
+        ]
+    if not is_plain:
         counts = _read_counts(source, _rows)
         return sum(counts), max(counts, default=1), counts
     # The length of what batch() was called on tells all, without reading batches.
@@ -317,7 +321,10 @@ def _keeps_rows(node: Any) -> bool:
             if part.shape.rank and part.dtype != tf.variant:
                 rows = part.shape[0] or rows
                 given[part.name] = tf.compat.v1.placeholder(part.dtype, [rows, *part.shape[1:]])
-        found = tf.graph_util.import_graph_def(graph.as_graph_def(), given, names)
+        try:
+            found = tf.graph_util.import_graph_def(graph.as_graph_def(), given, names)
+        except ValueError:  # it takes another number of rows alone
+            return False
     # The parts of a batch have equally many rows: to know it of one is enough.
     return any(t.shape.rank and t.shape[0] == rows for t in found)
 
