@@ -44,12 +44,14 @@ del kernel; net = make(); gc.collect(); net.compile("sgd", "mse"); call("evaluat
 
 @pytest.fixture
 def launcher(tmp_path: pathlib.Path) -> Launcher:
-    return Launcher(tmp_path)
+    made = Launcher(tmp_path)
+    made.forks = True
+    return made
 
 
 def test_weights_are_sent_when_they_have_changed(launcher: Launcher) -> None:
     environment = launcher.environment | {"HVD_AUTO": "divided"}
-    job = ("-np", "2", "--no-prefix", "--oversubscribe", sys.executable, "-c", KEEPS)
+    job = ("-np", "2", "--no-prefix", "--oversubscribe", sys.executable, launcher.script(KEEPS))
     ended = launcher.run(*job, env=environment)
     assert ended.returncode == 0, ended.stderr
     calls = re.findall(r"(\w+) (\d+)", ended.stdout)

@@ -51,19 +51,6 @@ def test_each_rank_has_cores_of_its_own(hvdrun):
     assert cores_of_ranks(hvdrun, 2, OMP_PROC_BIND="close") == [all_cores] * 2
 
 
-def test_the_first_rank_of_auto_has_all_cores(hvdrun):
-    """It may compute whole steps, which must take no longer than in one process."""
-    script = hvdrun.script(f"""
-        {SHOW_CORES}
-        print(os.environ["TF_NUM_INTRAOP_THREADS"])
-    """)
-    done = hvdrun.run("--auto", "--no-prefix", "-np", "2", "--oversubscribe", script)
-    assert done.returncode == 0, done.stderr
-    cores, threads = done.stdout.splitlines()
-    assert set(map(int, cores.split())) == os.sched_getaffinity(0)
-    assert threads == "0"  # TensorFlow takes all cores
-
-
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("nodes", [[0, 0], [1, 0]], ids=["one node", "the first GPU at node 1"])
 def test_parts_are_whole_cores_near_the_gpu(tmp_path, threads, nodes):
