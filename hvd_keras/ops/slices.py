@@ -38,8 +38,8 @@ def reduce_slices(
         # One's own rows are fewer than all, but a compressed value may be too small to be divided.
         own = scaled(one.values) if compression is Compression.none else one.values
         values, context = compression.compress(own)
-        # Three tensors of one request: [rows, ...], [rows] and [1, 2].
-        parts += [values, one.indices, _summary(one.indices)]
+        # Three tensors of one request: [rows, ...], [rows] and [1].
+        parts += [values, one.indices, _is_common(one.indices)]
         contexts.append(context)
     gathered = validate.raw.hvd_allgather(
         parts,
@@ -49,28 +49,26 @@ def reduce_slices(
     )
     results = []
     for i, one in enumerate(slices):
-        values, indices, summaries = gathered[3 * i : 3 * i + 3]
+        values, indices, are_common = gathered[3 * i : 3 * i + 3]
         values = compression.decompress(values, contexts[i])
         if compression is not Compression.none:
             values = scaled(values)
         if process_set.size() > 1:
-            values, indices = _sum_equal_lookups(values, indices, summaries)
+            values, indices = _sum_equal_lookups(values, indices, are_common)
         results.append(tf.IndexedSlices(values, indices, one.dense_shape))
     return results
 
 
-def _summary(indices: tf.Tensor) -> tf.Tensor:
-    """Return int64 ``[1, 2]``: the rows of a lookup; whether it does not depend on the batch."""
-    rows = tf.shape(indices, tf.int64)
-    is_common = tf.constant([False])
-    if _is_constant(indices):
-        # A row that occurs twice belongs to several examples, such as a segment number of all
-        # tokens. So may a single one, if there are as many as examples.
-        ordered = tf.sort(indices)
-        is_common = tf.reduce_all(ordered[1:] > ordered[:-1])[tf.newaxis]
-        if not indices.shape.is_fully_defined():
-            is_common = tf.logical_and(is_common, rows > 1)
-    return tf.concat([rows, tf.cast(is_common, tf.int64)], 0)[tf.newaxis]
+def _is_common(indices: tf.Tensor) -> tf.Tensor:
+    """Whether a lookup of different rows does not depend on the batch, bool ``[1]``."""
+    if not _is_constant(indices):
+        return tf.constant([False])
+    # A row that occurs twice belongs to several examples, such as a segment number of all tokens.
+    # So may a single one, if there are as many as examples.
+    ordered = tf.sort(indices)
+    are_different = tf.reduce_all(ordered[1:] > ordered[:-1])
+    is_one = not indices.shape.is_fully_defined() and tf.size(indices) < 2
+    return tf.logical_and(are_different, tf.logical_not(is_one))[tf.newaxis]
 
 
 def _is_constant(tensor: tf.Tensor) -> bool:
@@ -89,7 +87,7 @@ def _is_constant(tensor: tf.Tensor) -> bool:
 
 
 def _sum_equal_lookups(
-    values: tf.Tensor, indices: tf.Tensor, summaries: tf.Tensor
+    values: tf.Tensor, indices: tf.Tensor, are_common: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Sum the ranks' rows if the lookup does not depend on the batch, as that of positions.
 
@@ -97,28 +95,20 @@ def _sum_equal_lookups(
     only the first of the others' indices.
 
     ``values`` are ``[sum of rows, ...]``, in the order of the ranks, ``indices`` ``[sum of rows]``,
-    ``summaries`` the ``_summary`` of each rank. The results have the same shapes; rows that are no
-    longer needed are 0.
+    ``are_common`` ``[ranks]``. The results have the same shapes; rows that are no longer needed are
+    0.
     """
-    rows = summaries[:, 0]
 
-    def compared() -> tuple[tf.Tensor, tf.Tensor]:
-        number = tf.range(tf.size(indices, tf.int64))
-        ends = tf.cumsum(rows)  # where each rank's rows end
-        rank = tf.searchsorted(ends, number, side="right", out_type=tf.int64)
-        place = number - tf.gather(ends - rows, rank)  # of a row among its rank's rows
-        longest = tf.argmax(rows)
-        first = tf.gather(ends - rows, longest)
-        same = tf.reduce_all(tf.equal(indices, tf.gather(indices, first + place)))
+    def summed() -> tuple[tf.Tensor, tf.Tensor]:
+        order = tf.argsort(indices, stable=True)  # equal ones stay in the order of the ranks
+        ordered = tf.gather(indices, order)
+        is_new = tf.concat([[0], tf.cast(ordered[1:] != ordered[:-1], tf.int64)], 0)
+        place, size = tf.cumsum(is_new), tf.size(indices)
+        rows = tf.math.unsorted_segment_max(ordered, place, size)  # the least integer where unused
+        total = tf.math.unsorted_segment_sum(tf.gather(values, order), place, size)
+        return total, tf.maximum(rows, ordered[:1])
 
-        def summed() -> tuple[tf.Tensor, tf.Tensor]:
-            needed = number < tf.gather(rows, longest)
-            whole = tf.gather(indices, first + tf.where(needed, number, tf.zeros_like(number)))
-            return tf.math.unsorted_segment_sum(values, place, tf.size(indices)), whole
-
-        both: tuple[tf.Tensor, tf.Tensor] = tf.cond(same, summed, lambda: (values, indices))
-        return both
-
-    is_common = tf.reduce_all(summaries[:, 1] > 0)
-    chosen: tuple[tf.Tensor, tf.Tensor] = tf.cond(is_common, compared, lambda: (values, indices))
-    return chosen
+    found: tuple[tf.Tensor, tf.Tensor] = tf.cond(
+        tf.reduce_all(are_common), summed, lambda: (values, indices)
+    )
+    return found
