@@ -124,45 +124,6 @@ def test_a_rate_from_the_ranks_own_logs(told) -> None:
     assert "differ after" in text
 
 
-class SharpnessAware(keras.Sequential):
-    """Moves its weights by this rank's gradient, and back: what rounding leaves differs."""
-
-    def train_step(self, data):
-        x, y = data
-        variables = self.trainable_variables
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
-        steps = [gradient * 0.05 for gradient in tape.gradient(loss, variables)]
-        for variable, step in zip(variables, steps, strict=True):
-            variable.assign_add(step)
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
-        gradients = tape.gradient(loss, variables)
-        for variable, step in zip(variables, steps, strict=True):
-            variable.assign_sub(step)
-        self.optimizer.apply(gradients, variables)
-        return {"loss": loss}
-
-
-def test_what_rounding_leaves(told) -> None:
-    model = compiled(SharpnessAware([keras.Input((5,)), keras.layers.Dense(7)]))
-    x = np.random.default_rng(RANK).normal(size=(64, 5))
-    text = told(lambda: fit(model, data=(x, x.sum(1, keepdims=True)), epochs=8))
-    assert "kernel" in text
-    assert "differ after" in text
-
-
-def test_noise_in_a_callback(told) -> None:
-    class Noise(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            random = np.random.default_rng(RANK)
-            weights = self.model.get_weights()
-            self.model.set_weights([w + random.normal(size=w.shape) for w in weights])
-
-    text = told(lambda: fit(compiled(), Noise(), epochs=2))
-    assert "differ after" in text
-
-
 class Codebook(keras.layers.Layer):
     def build(self, shape) -> None:
         self.codes = self.add_weight(shape=(shape[-1],), trainable=False, name="codes")

@@ -7,7 +7,6 @@ Each script is one file in a folder beside this one. Its docstring contains, one
     expect: equal         2 ranks end with the arrays of one process, to rounding
             differ-ok     the result is not defined (for example, random numbers differ by rank)
             error "text"  2 ranks fail, and the output of each ends with a text that contains this
-            warn "text"   2 ranks print this warning once; with HVD_STRICT=1 it is an error
     needs:  modules without which it is skipped
     fast:   yes           the test suite runs it
 
@@ -44,7 +43,7 @@ class Script:
         lines = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()
         said = dict(line.split(": ", 1) for line in lines if line.split(": ", 1)[0] in KEYS)
         self.expect, _, text = said["expect"].partition(" ")
-        if self.expect not in ("equal", "differ-ok", "error", "warn"):
+        if self.expect not in ("equal", "differ-ok", "error"):
             raise ValueError(f"{path}: expect: {said['expect']}")
         self.text = text.strip('"')
         self.needs = said.get("needs", "").split()
@@ -63,22 +62,18 @@ class Script:
             if self.expect == "error":
                 found += together.not_an_error(self.text)
             else:
-                found += together.problems(told=self.text if self.expect == "warn" else None)
+                found += together.problems()
             if self.expect in ("equal", "differ-ok") and not found:
                 found += differences(alone, together, self.expect == "equal")
-        if self.expect == "warn":
-            with tempfile.TemporaryDirectory() as folder:
-                strict = Run(self, 2, folder, HVD_STRICT="1")
-                found += [f"with HVD_STRICT=1: {what}" for what in strict.not_an_error(self.text)]
         return found
 
 
 class Run:
     """Runs a script to its end."""
 
-    def __init__(self, script: Script, ranks: int, folder: str, **environment: str) -> None:
+    def __init__(self, script: Script, ranks: int, folder: str) -> None:
         command = [sys.executable, str(script.path)]
-        environment["PYTHONPATH"] = str(ROOT / "tests" / "harness" / "start")
+        environment = {"PYTHONPATH": str(ROOT / "tests" / "harness" / "start")}
         if ranks > 1:
             hvdrun = [sys.executable, "-m", "hvd_keras.hvdrun", "-np", str(ranks)]
             if not re.search(r"(import|from) (hvd_keras|horovod)", script.path.read_text()):
@@ -115,16 +110,11 @@ class Run:
         lines = self.err.replace(str(ROOT), ".").splitlines()
         return [line for line in lines if re.search(r"hvd_keras|hvdrun:", line)]
 
-    def problems(self, told: str | None = None) -> list[str]:
-        """Returns what is wrong with a run that should succeed and print this warning."""
+    def problems(self) -> list[str]:
+        """Returns what is wrong with a run that should succeed."""
         if self.status != 0 or "Traceback (most recent call last)" in self.err:
             return [f"{self.who}: exit status {self.status}\n{tail(self.err or self.out)}"]
-        lines = self.ours()
-        if told is None:
-            return [f"{self.who}: on stderr: {line}" for line in lines]
-        if sum(told in line for line in lines) != 1:
-            return [f"{self.who}: expected once on stderr: {told!r}, got {lines}"]
-        return [f"{self.who}: on stderr: {line}" for line in lines if told not in line]
+        return [f"{self.who}: on stderr: {line}" for line in self.ours()]
 
     def not_an_error(self, text: str) -> list[str]:
         """Returns what is wrong with a run that should fail with this text."""

@@ -62,7 +62,7 @@ def one_process_with_local_layers(optimizer):
 
 def test_slots_of_local_variables_with_similar_names_are_not_broadcast() -> None:
     names = {"w": 2, "w_2": 3, "shared": 4}
-    variables = [keras.Variable(np.full(n, 1.0 + RANK), name=name) for name, n in names.items()]
+    variables = [keras.Variable(np.ones(n), name=name) for name, n in names.items()]
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
     for variable in variables[:2]:
         optimizer.register_local_var(variable)
@@ -145,6 +145,7 @@ def test_clipping_by_this_ranks_part_of_a_table_is_refused_without_variables() -
     model = keras.Sequential([keras.Input((2,), dtype="int32"), table, keras.layers.Dense(1)])
     optimizer = keras.optimizers.SGD(0.1, clipnorm=0.1)
     optimizer.build(model.trainable_variables)
+    hvd.broadcast_variables(model.variables, 0)
     with tf.GradientTape() as tape:
         loss = tf.reduce_mean(model(np.array([[RANK, 2]])))
     gradients = hvd.DistributedGradientTape(tape).gradient(loss, model.trainable_variables)

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import hvd_keras as hvd
-from hvd_keras.training import values, variables
 
 RANK, SIZE = hvd.rank(), hvd.size()
 HOST = os.uname().nodename
@@ -94,21 +93,6 @@ def test_a_flip_is_found_at_the_next_comparison(name: str, bit: int, batch: int)
     text = f"after batch 6 of epoch 2 the values of {weight(model, name).path} differ, on "
     assert text + (named(SIZE - 1) or "ranks without a majority") in str(error.value)
     assert "equal after batch 3 of epoch 2" in str(error.value)
-
-
-def test_every_bit() -> None:
-    model = build()
-    train(model)
-    common = values.Values(variables.in_common(model), hvd.global_process_set)
-    for name, bits in (("float32", 32), ("bfloat16", 16), ("int64", 64)):
-        for bit in range(bits):
-            one = weight(model, name)
-            before = np.array(one)
-            if bit % SIZE == RANK:
-                flip(one, bit)
-            assert common.different("flipped") == (one.path, named(bit % SIZE))
-            one.assign(before)
-            assert common.different("put back") is None
 
 
 def test_a_restart_goes_on_from_verified_weights(directory) -> None:
