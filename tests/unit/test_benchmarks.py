@@ -16,7 +16,7 @@ def run(*options):
         [sys.executable, str(RUN), *map(str, options)],
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=1800,
         check=False,
     )
 
@@ -46,7 +46,7 @@ def test_algorithms_between_hosts():
         [sys.executable, str(script), "--many", "5", "--smoke", "--bytes", "4", "70000", "--json"],
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=1800,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
