@@ -102,7 +102,8 @@ def _sum_equal_lookups(
     def summed() -> tuple[tf.Tensor, tf.Tensor]:
         order = tf.argsort(indices, stable=True)  # equal ones stay in the order of the ranks
         ordered = tf.gather(indices, order)
-        is_new = tf.concat([[0], tf.cast(ordered[1:] != ordered[:-1], tf.int64)], 0)
+        is_new = tf.not_equal(ordered[1:], ordered[:-1])  # != is no op in TensorFlow 1
+        is_new = tf.concat([[0], tf.cast(is_new, tf.int64)], 0)
         place, size = tf.cumsum(is_new), tf.size(indices)
         rows = tf.math.unsorted_segment_max(ordered, place, size)  # the least integer where unused
         total = tf.math.unsorted_segment_sum(tf.gather(values, order), place, size)
