@@ -148,7 +148,8 @@ bool HostCounters::wait_briefly(const Targets& targets) const {
 
 void HostCounters::wait(const Targets& targets, const Waiting& waiting) {
   if (wait_briefly(targets)) return;
-  auto start = Clock::now(), turned = start;
+  auto turned = Clock::now();
+  double waited = 0;
   PerRank& mine = per_rank_[rank_];
   for (int kind = 0; kind < kKinds; ++kind)
     mine.targets[kind].store(targets[kind], std::memory_order_relaxed);
@@ -161,14 +162,14 @@ void HostCounters::wait(const Targets& targets, const Waiting& waiting) {
     header_->sleepers.fetch_sub(1, std::memory_order_relaxed);
     if (here || reached(targets)) return;
     check_aborted();
-    const auto now = Clock::now();
-    if (Seconds(now - turned).count() > kStoppedSeconds) start += now - turned;
-    turned = now;
+    const double turn = seconds_since(turned);
+    turned = Clock::now();
+    if (turn <= kStoppedSeconds) waited += turn;
     for (int g = 0; g < groups(size()); ++g) {
       // For a rank that was stopped before it did.
       for (int kind = 0; kind < kKinds; ++kind) raise(g, static_cast<Kind>(kind));
     }
-    const std::string why = waiting(seconds_since(start), [&] { return missing(targets); });
+    const std::string why = waiting(waited, [&] { return missing(targets); });
     if (!why.empty()) abort(why);
   }
 }

@@ -9,6 +9,8 @@ struct Clock {
   static time_point now() { return {}; }
 };
 
+constexpr double kStoppedSeconds = 0.5;
+
 inline double seconds_since(Clock::time_point) { return 1e-3; }
 
 }  // namespace hvd
