@@ -124,11 +124,12 @@ _requests: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 def note_tape(sources: Iterable[Any]) -> None:
     """Note in which graph a tape returns gradients; in eager code, what was exchanged by then."""
-    if rank_info.is_initialized() and rank_info.size() > 1:
+    # What a reducer exchanges needs no note, which an eager step would wait for.
+    variables = [one for one in sources if hasattr(one, "assign") and one not in _reduced]
+    if variables and rank_info.is_initialized() and rank_info.size() > 1:
         where = count_requests() if is_eager() else weakref.ref(graph())
-        for source in sources:
-            if hasattr(source, "assign"):
-                shards.inner_variable(source)._hvd_tape = where
+        for variable in variables:
+            shards.inner_variable(variable)._hvd_tape = where
 
 
 def _noted(variable: Any) -> Any:

@@ -241,8 +241,9 @@ def _ops(graph: Any) -> Iterator[Any]:
     for op in graph.get_operations():
         yield op
         for attr in op.node_def.attr.values():
-            if attr.HasField("func"):
-                yield from _ops(graph._get_function(attr.func.name).graph)
+            for called in (attr.func, *attr.list.func):  # a list: of tf.switch_case
+                if called.name:
+                    yield from _ops(graph._get_function(called.name).graph)
 
 
 def _is_unseeded(op: Any) -> bool:
