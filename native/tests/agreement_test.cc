@@ -1,4 +1,5 @@
-// decide() on cases written by hand. explorer_test.cc tries what nobody would write.
+// decide() on cases written by hand, in every order of combination. prove/ and simulate/ try what
+// nobody would write.
 #include "core/engine/agreement.h"
 
 #include <stdexcept>
@@ -35,20 +36,28 @@ Report leaving(std::string reason, const std::vector<Call>& calls) {
 
 using Decision = test::Decided;
 
+template <typename Steps>
+std::string identities(const Steps& steps) {
+  std::string text;
+  for (const auto& step : steps) text += (text.empty() ? "" : " ") + step.identity;
+  return text;
+}
+
 // Each rank knows its number, and its host.
 Decision decide(std::vector<Report> reports) {
   for (size_t r = 0; r < reports.size(); ++r) {
     reports[r].rank = static_cast<int>(r);
     reports[r].host = "host" + std::to_string(r);
   }
-  return test::decide(reports);
-}
-
-template <typename Steps>
-std::string identities(const Steps& steps) {
-  std::string text;
-  for (const auto& step : steps) text += (text.empty() ? "" : " ") + step.identity;
-  return text;
+  const Decision decision = test::decide(reports);
+  for (int i = 0; i < 20; ++i) {
+    const Decision other = test::decide(reports);
+    CHECK_EQ(identities(other.run), identities(decision.run));
+    CHECK_EQ(identities(other.refuse), identities(decision.refuse));
+    CHECK_EQ(other.mismatch + other.left + other.stuck + other.summary,
+             decision.mismatch + decision.left + decision.stuck + decision.summary);
+  }
+  return decision;
 }
 
 std::string joined(const std::vector<Decision::Step>& steps) { return identities(steps); }
@@ -107,6 +116,8 @@ void a_rank_that_left_fails_the_rest() {
   CHECK_CONTAINS(two.left, "rank 0 has left the job: one");
   CHECK_CONTAINS(two.left, "rank 2 has left the job: two");
   CHECK(two.left.find("rank 1") == std::string::npos);
+  const auto more = {leaving("one", {{"a", "1"}}), staying({{"a", "1"}}), leaving("two", {})};
+  CHECK_CONTAINS(decide(more).left, "rank 2 has left the job: two");
 }
 
 void what_a_leaving_rank_left_behind_is_served_first() {
@@ -189,6 +200,20 @@ void joining_is_not_negotiated() {
   CHECK_CONTAINS(gone.left, "rank 1 has left the job: done");
 }
 
+void the_last_that_has_joined_is_known() {
+  const auto of = [](int number, bool had_joined) {
+    Report report = staying({{"join", ""}});
+    report.number = number;
+    report.had_joined = had_joined;
+    return Digest(report);
+  };
+  Digest all = of(1, false);
+  all.add(of(0, false));
+  all.add(of(2, true));
+  CHECK_EQ(all.newly_joined, 1);
+  CHECK_EQ(all.absent, -1);
+}
+
 void what_needs_a_rank_that_has_joined_is_refused() {
   const auto refusal = [](int needs) {
     const Decision decision = decide({staying({{"a", "1", "", needs}}), staying({{"join", ""}}),
@@ -198,6 +223,7 @@ void what_needs_a_rank_that_has_joined_is_refused() {
   CHECK_CONTAINS(refusal(1), "a cannot run without rank 1");
   CHECK_CONTAINS(refusal(Pending::everybody), "a cannot run without rank 1");
   CHECK_EQ(refusal(0), "a");
+  CHECK_EQ(refusal(2), "a");
   CHECK_EQ(refusal(Pending::nobody), "a");
 }
 
@@ -367,6 +393,7 @@ int main() {
       {"what belongs to a failed step does not wait", what_belongs_to_a_failed_step_does_not_wait},
       {"who has joined is not waited for", who_has_joined_is_not_waited_for},
       {"joining is not negotiated", joining_is_not_negotiated},
+      {"the last that has joined is known", the_last_that_has_joined_is_known},
       {"what needs a rank that has joined is refused",
        what_needs_a_rank_that_has_joined_is_refused},
       {"who has waited too long ends it", who_has_waited_too_long_ends_it},

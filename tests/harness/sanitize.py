@@ -12,7 +12,7 @@ import sys
 from tests.harness import ranks
 
 ROOT = pathlib.Path(__file__).parents[2]
-ALONE = ("agreement_test", "collectives_test", "ends_test", "explorer_test")
+ALONE = ("agreement_test", "collectives_test", "ends_test")
 ALONE += ("host_counters_test", "host_threads_test", "loops_test", "recorder_test", "reduce_test")
 WITH_MPI = ("engine_test", "exchange_test", "leave_test")
 # The parts of gpu_test, each in separate processes.

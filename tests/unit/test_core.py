@@ -69,7 +69,6 @@ def fake_cuda(binaries: pathlib.Path) -> dict[str, str]:
         "agreement_test",
         "collectives_test",
         "ends_test",
-        "explorer_test",
         "host_counters_test",
         "loops_test",
         "recorder_test",

@@ -24,7 +24,7 @@ void sort(std::vector<Row>* rows) {
 // One row of two.
 Row both(Row row, Row other) {
   if (other.owner < row.owner) std::swap(row, other);
-  row.differs |= other.differs || row.signature != other.signature || row.needs != other.needs;
+  row.differs |= other.differs || row.signature != other.signature;
   row.has_problem |= other.has_problem;
   row.lacks |= other.lacks;
   row.has_needed |= other.has_needed;
@@ -128,7 +128,6 @@ Code Refusal::code() const {
 Decision decide(const Digest& all) {
   Decision decision;
   for (const Row& row : all.rows) {
-    const bool lacks_needed = row.needs == Pending::everybody || !row.has_needed;
     const auto refuse = [&](Refusal::Why why) {
       decision.refuse.push_back({row.identity, why, row.needs});
     };
@@ -136,7 +135,7 @@ Decision decide(const Digest& all) {
       refuse(Refusal::problem);
     } else if (row.differs) {
       refuse(Refusal::differs);
-    } else if (row.lacks && row.needs != Pending::nobody && lacks_needed) {
+    } else if (row.lacks && row.needs != Pending::nobody && !row.has_needed) {
       refuse(Refusal::lacks);
     } else {
       decision.run.push_back({row.identity, row.owner});

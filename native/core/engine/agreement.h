@@ -39,7 +39,7 @@ struct Pending {
   std::string problem;    // not empty: why it cannot run
   std::string header;     // for ranks that have joined, see collectives.h
   bool joins = false;     // the end of what this rank submits
-  int needs = nobody;     // the rank that must not have joined
+  int needs = nobody;     // the rank that must not have joined; the signature has it, too
   bool failed = false;    // another op of its step has failed
 };
 
@@ -74,7 +74,7 @@ struct Digest {
     int needs = Pending::nobody;
     bool differs = false, has_problem = false;
     bool lacks = false;       // some have joined without it
-    bool has_needed = false;  // the rank that it needs has it
+    bool has_needed = false;  // the rank that it needs has it; of everybody, none has
 
     template <typename Bytes>
     void fields(Bytes& bytes) {
