@@ -119,7 +119,7 @@ MANY = [
 MANY = [pytest.param(*case, marks=SLOW) for case in MANY]
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("kind", "kills"), [*CASES, *MANY])
 def test_each_row_once_in_each_epoch(kind: str, kills: int, directory: pathlib.Path) -> None:
     generator, seen = random.Random(1), collections.defaultdict(list)

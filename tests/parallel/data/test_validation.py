@@ -77,7 +77,7 @@ class Looking(keras.callbacks.Callback):
         self.seen.append(found)
 
 
-@pytest.mark.cases(14)
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("averages", [True, False], ids=["average", "without"])
 @pytest.mark.parametrize("validation", VALIDATION)
 @pytest.mark.parametrize("training", TRAINING)
