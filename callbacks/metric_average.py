@@ -6,6 +6,7 @@ from typing import Any
 
 from hvd_keras.callbacks.base import Callback
 
+from hvd_keras.gradients import missing_calls
 from hvd_keras.runtime.keras import is_legacy, replaced
 from hvd_keras.training import metric_states
 
@@ -88,14 +89,16 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
         self._states = {}
         new = {key: reason for key, reason in reasons.items() if key not in self._warned}
         self._warned.update(new)
-        if self.process_set.rank() == 0:
-            for reason in dict.fromkeys(new.values()):
-                keys = ", ".join(key for key in new if new[key] == reason)
-                warnings.warn(
-                    f"MetricAverageCallback: for {keys} the unweighted mean of the ranks' values "
-                    f"is logged, because {reason}.",
-                    stacklevel=2,
-                )
+        for reason in dict.fromkeys(new.values()):
+            keys = ", ".join(key for key in new if new[key] == reason)
+            text = (
+                f"MetricAverageCallback: for {keys} the unweighted mean of the ranks' values is "
+                f"logged, because {reason}."
+            )
+            if missing_calls.is_error(parts=False):
+                raise ValueError(f"hvd_keras: {text}")
+            if self.process_set.rank() == 0:
+                warnings.warn(text, stacklevel=2)
 
     def of_evaluate(self, model: Any) -> AbstractContextManager[None]:
         """Let ``evaluate`` return the metrics of all ranks, whatever callbacks do to the logs."""

@@ -36,14 +36,14 @@ from hvd_keras.launch.onhost.cores import thread_settings
 from hvd_keras.launch.onhost.host_facts import version
 from hvd_keras.launch.onhost.sweep import OWNER
 
-# What must be equal where the function is pickled and where it runs, if both have it.
-PACKAGES = ("hvd_keras", "tensorflow", "keras", "cloudpickle")
+# What must be equal where the function is pickled and where it runs, if both have it; by its names.
+PACKAGES = (("hvd_keras",), ("tensorflow", "tensorflow-cpu"), ("keras",), ("cloudpickle",))
 
 
 def versions() -> dict[str, str]:
     """The versions here of Python and of the packages that must agree; those that are there."""
     python = ".".join(platform.python_version_tuple()[:2])
-    found = {name: own for name in PACKAGES if (own := version(name)) is not None}
+    found = {names[0]: own for names in PACKAGES if (own := version(*names)) is not None}
     return {"Python": python, **found}
 
 

@@ -173,7 +173,9 @@ def check_source(rows: Source, given: str, is_unshuffled: bool, process_set: Pro
             f"({split.size} ranks with batch_size={rows.batch_size}), uneven={split.uneven!r}. Use "
             "another batch_size, uneven='share' (needs a row for each rank) or 'pad' (needs y)."
         )
-    if rows.left_out and split.uneven != "trim" and is_unshuffled and not split.rank:
+    # In another order, other rows are left out in each epoch; but never as many as ranks.
+    is_told = is_unshuffled or rows.left_out >= split.size
+    if rows.left_out and split.uneven != "trim" and is_told and not split.rank:
         log.logger.warning(
             "hvd.data.shard leaves out %s of %s rows, so that all %s ranks get the same number. "
             "uneven='pad' includes them, with sample weights (evaluation=True: for validation).",

@@ -9,6 +9,7 @@ import contextlib
 import contextvars
 import ctypes
 import json
+import math
 import threading
 import time
 import weakref
@@ -30,6 +31,9 @@ _STEPS_UNTIL_TOLD = 20
 
 # A script whose first steps are local and that has exchanged nothing until then never will.
 _SECONDS_UNTIL_TOLD = 60
+
+# More than averages of losses and metrics are.
+_FEW_BYTES = 128
 
 
 @contextlib.contextmanager
@@ -116,18 +120,24 @@ def _check_update(optimizer: Any, gradients: list[Any], variables: list[Any]) ->
     _tell_later(text, is_reduced, lambda: is_reduced() or time.monotonic() >= last, is_first)
 
 
-# Optimizers that have applied what the script has reduced; and the requests of this process when
-# others last applied gradients in eager code.
+# Optimizers that have applied what the script has reduced; and how many bytes this process had
+# exchanged when others last applied gradients in eager code.
 _by_hand: weakref.WeakSet[Any] = weakref.WeakSet()
-_requests: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+#: What tapes have returned in graphs: the names of tensors.
+of_tapes: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+_exchanged_before: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
-def note_tape(sources: Iterable[Any]) -> None:
-    """Note in which graph a tape returns gradients; in eager code, what was exchanged by then."""
+def note_tape(sources: Sequence[Any], gradients: Iterable[Any]) -> None:
+    """Note what a tape returns, and in which graph; in eager code, what was exchanged by then."""
+    for one in gradients:
+        for part in (one, getattr(one, "values", None)):
+            if part is not None and hasattr(part, "graph"):
+                of_tapes.setdefault(part.graph, set()).add(part.name)
     # What a reducer exchanges needs no note, which an eager step would wait for.
     variables = [one for one in sources if hasattr(one, "assign") and one not in _reduced]
     if variables and rank_info.is_initialized() and rank_info.size() > 1:
-        where = count_requests() if is_eager() else weakref.ref(graph())
+        where = _exchanged() if is_eager() else weakref.ref(graph())
         for variable in variables:
             shards.inner_variable(variable)._hvd_tape = where
 
@@ -142,13 +152,18 @@ def _averages_itself(optimizer: Any, gradients: list[Any], variables: list[Any])
     if is_eager():
         # What this process had exchanged when a tape returned the gradients; or, of those from
         # elsewhere, at the optimizer's last step.
-        before, now = _requests.get(optimizer), count_requests()
-        _requests[optimizer] = now
+        before, now = _exchanged_before.get(optimizer), _exchanged()
+        _exchanged_before[optimizer] = now
         noted = [before if (number := _noted(v)) is None else number for v in variables]
-        return any(number != now for number in noted or [before])
+        # An average of the loss is fewer bytes than gradients are, even if these are compressed.
+        present = [getattr(one, "values", one) for one in gradients if one is not None]
+        least = max(1, min(_FEW_BYTES, sum(math.prod(one.shape) for one in present)))
+        return any(number is None or now - number >= least for number in noted or [before])
     from hvd_keras import ops
 
-    if ops.are_reduced(gradients):
+    pairs = zip(gradients, variables, strict=False)
+    whole = [one for one, v in pairs if one is not None and shards.of(v) is None]
+    if whole and all(ops.is_reduced(one, of_tapes) for one in whole):
         _by_hand.add(optimizer)
     return optimizer in _by_hand
 
@@ -207,12 +222,12 @@ def warn_of_empty_broadcast(process_set: ProcessSet) -> None:
 
 def warn_of_changed(name: str, process_set: ProcessSet) -> None:
     """Warn that a script changes gradients of each rank, perhaps by more than equal factors."""
-    if process_set.rank() == 0:
-        log.warn_once(
-            f"{name}: gradients are changed before the mean over the ranks is taken. If the script "
-            "clips them, each rank does it by its own rows: use clipnorm, clipvalue or "
-            "global_clipnorm of the optimizer, which see the mean."
-        )
+    tell(
+        f"{name}: gradients are changed before the mean over the ranks is taken. If the script "
+        "clips them, each rank does it by its own rows: use clipnorm, clipvalue or "
+        "global_clipnorm of the optimizer, which see the mean.",
+        process_set,
+    )
 
 
 def check_weights(
@@ -382,11 +397,22 @@ def _digest(variables: Sequence[Any]) -> int | str | None:
     return digest
 
 
+_OF_GRADIENTS = ("allreduce", "allgather")
+
+
 def count_requests(*kinds: str) -> int:
     """How many requests of some kinds this process has served; by default, for gradients."""
+    return _count("requests", kinds or _OF_GRADIENTS)
+
+
+def _exchanged() -> int:
+    """How many bytes of such requests."""
+    return _count("bytes", _OF_GRADIENTS)
+
+
+def _count(what: str, kinds: Iterable[str]) -> int:
     counters = json.loads(libraries.core().hvd_stats())["collectives"]
-    kinds = kinds or ("allreduce", "allgather")
-    return sum(int(counters[kind]["requests"]) for kind in kinds if kind in counters)
+    return sum(int(counters[kind][what]) for kind in kinds if kind in counters)
 
 
 def _tell_later(

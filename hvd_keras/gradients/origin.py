@@ -5,7 +5,6 @@ not: each rank has changed them by its own rows.
 """
 
 import traceback
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -30,8 +29,6 @@ _OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike"}
 _ASSIGNMENTS = {"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"}
 _DEPTH = 60  # beyond which no gradient is looked for
 
-# What tapes have returned in graphs: the names of tensors.
-_names: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 # In eager code, by variable: the sum since the last update, if a script has changed gradients.
 _sums: dict[int, Any] = {}
 _factors: dict[str, float] = {}  # by optimizer
@@ -41,11 +38,9 @@ _factors: dict[str, float] = {}  # by optimizer
 def record(gradient: Any, tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``tf.GradientTape.gradient``: remember what it returns."""
     result = gradient(tape, target, sources, *args, **kwargs)
-    missing_calls.note_tape(tf.nest.flatten(sources))
-    for one, source in zip(tf.nest.flatten(result), tf.nest.flatten(sources), strict=True):
-        for part in (one, getattr(one, "values", None)):
-            if part is not None and hasattr(part, "graph"):
-                _names.setdefault(part.graph, set()).add(part.name)
+    sources, results = tf.nest.flatten(sources), tf.nest.flatten(result)
+    missing_calls.note_tape(sources, results)
+    for one, source in zip(results, sources, strict=True):
         if one is not None and tf.executing_eagerly():
             one._hvd_of_tape = True
             if hasattr(source, "assign") and (number := shards.variable_id(source)) in _sums:
@@ -100,7 +95,7 @@ class _Walk:
         if not hasattr(tensor, "graph"):  # a value that the graph has captured
             return "equal"
         key = id(tensor.graph), tensor.name
-        if tensor.name in _names.get(tensor.graph, ()):
+        if tensor.name in missing_calls.of_tapes.get(tensor.graph, ()):
             return "gradient"
         if depth > _DEPTH:
             return "data"

@@ -242,7 +242,7 @@ def add_slot(add: Any, self: Any, reference_variable: Any, *args: Any, **kwargs:
         ValueError: the optimizer computes norms or means of a whole table.
     """
     shard = of(reference_variable)
-    if shard is not None and type(self).__name__ in _WHOLE_VARIABLES:
+    if shard is not None and _WHOLE_VARIABLES & {cls.__name__ for cls in type(self).__mro__}:
         raise ValueError(
             f"optimizer {type(self).__name__} computes with whole variables, but each rank "
             f"holds a part of {reference_variable.path}. Use an optimizer that updates each "
@@ -254,7 +254,7 @@ def add_slot(add: Any, self: Any, reference_variable: Any, *args: Any, **kwargs:
     return slot
 
 
-_WHOLE_VARIABLES = ("Adafactor", "Lamb", "Muon")
+_WHOLE_VARIABLES = {"Adafactor", "Lamb", "Muon"}
 
 
 def inner_variable(variable: Any) -> Any:

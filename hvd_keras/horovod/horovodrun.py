@@ -87,6 +87,7 @@ SETTINGS: dict[str, tuple[str, Callable[[str], str]]] = {
     "HOROVOD_FUSION_THRESHOLD": ("HVD_BUCKET_BYTES", lambda text: text if text != "0" else "1"),
     "HOROVOD_LOG_LEVEL": ("HVD_LOG_LEVEL", _log_level),
     "HOROVOD_STALL_CHECK_TIME_SECONDS": ("HVD_STALL_WARNING_SECONDS", str),
+    "HOROVOD_STALL_CHECK_DISABLE": ("HVD_STALL_WARNING_SECONDS", lambda text: "0"),
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": ("HVD_TIMEOUT_SECONDS", str),
     "HOROVOD_TIMELINE": ("HVD_TIMELINE", str),
 }

@@ -19,9 +19,9 @@ if settings.keras_backend() != "tensorflow":
     )
 
 from hvd_keras.ops.allreduce import allreduce as allreduce
-from hvd_keras.ops.allreduce import are_reduced as are_reduced
 from hvd_keras.ops.allreduce import grouped_allreduce as grouped_allreduce
 from hvd_keras.ops.allreduce import has_reduced as has_reduced
+from hvd_keras.ops.allreduce import is_reduced as is_reduced
 from hvd_keras.ops.allreduce import reduce_tensors as reduce_tensors
 from hvd_keras.ops.allreduce import wait_for as wait_for
 from hvd_keras.ops.movement import allgather as allgather

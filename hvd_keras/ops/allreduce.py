@@ -1,7 +1,7 @@
 """Allreduce: every rank gets the sum, mean, ... of all ranks' tensors."""
 
 import contextvars
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -17,10 +17,16 @@ _own = contextvars.ContextVar("hvd_keras reduces for itself", default=False)
 _waits = contextvars.ContextVar("a GPU's stream waits for the results", default=True)
 
 
-def are_reduced(gradients: Sequence[Any]) -> bool:
-    """Whether gradients of a graph are computed from what it has exchanged."""
-    gradients = [getattr(gradient, "values", gradient) for gradient in gradients]
-    seen, found = set(), [one.op for one in gradients if tf.is_symbolic_tensor(one)]
+def is_reduced(gradient: Any, of_tapes: Mapping[Any, Collection[str]]) -> bool:
+    """Whether a gradient of a graph is computed from what it has exchanged.
+
+    Args:
+        gradient: a tensor, or IndexedSlices.
+        of_tapes: by graph, the names of what tapes have returned: earlier exchanges, such as those
+            of a layer, do not count.
+    """
+    gradient = getattr(gradient, "values", gradient)
+    seen, found = set(), [gradient.op] if tf.is_symbolic_tensor(gradient) else []
     while found:
         op = found.pop()
         if op in seen:
@@ -28,6 +34,8 @@ def are_reduced(gradients: Sequence[Any]) -> bool:
         seen.add(op)
         if _exchanges(op):
             return True
+        if any(value.name in of_tapes.get(op.graph, ()) for value in op.outputs):
+            continue
         found += [value.op for value in op.inputs]
         # What is assigned to the variables that it reads, such as sums of several steps.
         handles = [value for value in op.inputs if value.dtype == tf.resource]

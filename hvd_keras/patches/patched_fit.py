@@ -14,7 +14,7 @@ from hvd_keras import observe
 from hvd_keras.data import sources
 from hvd_keras.gradients import missing_calls, model_ranks, specs
 from hvd_keras.patches import keras_callbacks
-from hvd_keras.runtime import agree, log, rank_info, settings
+from hvd_keras.runtime import agree, rank_info, settings
 from hvd_keras.runtime.keras import KERAS_VERSIONS, flatten, is_eager, keras
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.runtime.reductions import Adasum, Average
@@ -195,13 +195,13 @@ def _validating(
             yield
         finally:
             backend.validate_together(False)
-            if model in fit_state.weighed and not own.is_together:
-                log.warn_once(
-                    "the ranks validate in different numbers of batches, or in an unknown number, "
-                    "so the validation loss is weighed by rows, not by the numbers of valid "
-                    "entries as on one process. Give all ranks the same number of validation "
-                    "batches."
-                )
+        if model in fit_state.weighed and not own.is_together:
+            missing_calls.tell(
+                "the ranks validate in different numbers of batches, or in an unknown number, so "
+                "the validation loss is weighed by rows, not by the numbers of valid entries as on "
+                "one process. Give all ranks the same number of validation batches.",
+                process_set,
+            )
 
 
 def _validate(own: fit_state.Validation, steps: int | None) -> None:
@@ -257,7 +257,8 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
     described["batch_size"] = None if counts else batch_size
     description = specs.describe_model(model) | specs.flat(described, "fit")
     rows = None
-    x_and_y = given.get("x"), given.get("y")
+    x_and_y: list[Any] = [given.get("x"), given.get("y")]
+    x_and_y = [x.to_numpy() if hasattr(x, "to_numpy") else x for x in x_and_y]  # of pandas
     is_arrays = all(hasattr(x, "dtype") for x in flatten(x_and_y) if x is not None)
     # Scripts that average over ranks may give all rows to all of them, in different orders.
     if is_arrays and (model_ranks.averages_rows_of(model) or not given["shuffle"]):

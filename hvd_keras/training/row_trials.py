@@ -223,24 +223,33 @@ def _first_that_mixes(model: Any, parts: Sequence[Any], element_spec: Any) -> st
         return ""
     one, other = (tf.nest.map_structure(draw, x) for _ in range(2))
     rows = tf.nest.flatten(one)[0].shape[0]
-    # The first half of the rows stays, so what is computed from it alone stays, too.
-    other = tf.nest.map_structure(
-        lambda a, b: tf.concat([a[: rows // 2], b[rows // 2 :]], 0), one, other
-    )
-    before, again, after = (traced(some) for some in (one, one, other))
+    half = rows // 2
 
-    def differ(first: Any, second: Any) -> list[Any]:
-        halves = [
-            (part, *(np.asarray(t, "float64")[: t.shape[0] // 2] for t in pair))
-            for (part, _), *pair in zip(seen, first, second, strict=True)
-            if pair[0].shape.rank and not pair[0].shape[0] % rows and pair[0].dtype != tf.string
-        ]
-        return [part for part, a, b in halves if not _close(a, b)]
+    def joined(first: Any, second: Any) -> Any:
+        return tf.nest.map_structure(lambda a, b: tf.concat([a[:half], b[half:]], 0), first, second)
 
-    found = differ(before, after)
-    if model not in found or differ(before, again):
+    before, again = traced(one), traced(one)
+
+    def differ(after: Any, is_first: bool) -> list[Any]:
+        """The parts with other outputs in one half of the rows."""
+        found = []
+        for (part, _), *pair in zip(seen, before, after, strict=True):
+            size = pair[0].shape[0] if pair[0].shape.rank else 1
+            if size % rows or pair[0].dtype == tf.string:
+                continue
+            kept = slice(size // 2) if is_first else slice(size // 2, None)
+            if not _close(*(np.asarray(tensor, "float64")[kept] for tensor in pair)):
+                found.append(part)
+        return found
+
+    if any(differ(again, is_first) for is_first in (True, False)):
         return ""
-    return f"{type(found[0]).__name__} {found[0].name!r}"
+    # What is computed from the half of the rows that stays alone stays, too.
+    for is_first, rows_of_both in ((True, joined(one, other)), (False, joined(other, one))):
+        found = differ(traced(rows_of_both), is_first)
+        if model in found:
+            return f"{type(found[0]).__name__} {found[0].name!r}"
+    return ""
 
 
 def _close(one: Any, other: Any) -> bool:

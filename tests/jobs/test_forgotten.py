@@ -45,6 +45,12 @@ OTHER_RATES = ALONE.replace(
     "keras.optimizers.SGD(0.01)",
     "hvd.DistributedOptimizer(keras.optimizers.SGD(0.01 * (1 + hvd.rank())))",
 )
+# Nor does what a layer exchanges say anything about the gradients.
+SYNCHRONIZED = """
+model = keras.Sequential([keras.layers.BatchNormalization(synchronized=True), model])
+"""
+# A loss for a log, which an eager loop averages between the two calls.
+LOGGED = NO_TAPE.replace("@tf.function\n", "")
 BUILT = "model(x)\nhvd.broadcast_variables(model.variables, 0)\n"
 
 # What hvd_keras reduces for the first model says nothing about the second.
@@ -78,6 +84,8 @@ DIFFERENT = "began to train with different weights"
         ),
         pytest.param(LOOP, DIFFERENT, id="broadcast, loop"),
         pytest.param(BUILT + NO_TAPE, NOT_DISTRIBUTED, id="tape, loop"),
+        pytest.param(SYNCHRONIZED + BUILT + ALONE, NOT_DISTRIBUTED, id="tape, loop, layer"),
+        pytest.param(BUILT + LOGGED, NOT_DISTRIBUTED, id="tape, eager loop, loss"),
         pytest.param(
             BUILT + EAGER,
             NOT_DISTRIBUTED,

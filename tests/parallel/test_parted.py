@@ -5,6 +5,7 @@ import time
 
 import keras
 import numpy as np
+import pandas
 import pytest
 import tensorflow as tf
 
@@ -267,10 +268,13 @@ def datasets(x, y):
         {"steps_per_epoch": 6},
     )
     yield Batches(x, y), {}
+    yield pandas.DataFrame(x), {"y": pandas.DataFrame(y), "batch_size": 4, "shuffle": True}
 
 
-@pytest.mark.cases(2)
-@pytest.mark.parametrize("kind", range(4), ids=["arrays", "dataset", "shuffled", "PyDataset"])
+@pytest.mark.cases(3)
+@pytest.mark.parametrize(
+    "kind", range(5), ids=["arrays", "dataset", "shuffled", "PyDataset", "pandas"]
+)
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_all_ranks_train_on_the_same_rows(kind: int, at_once: int, told) -> None:
     tf.random.set_seed(1)  # on which shuffle depends; other tests seed by rank
@@ -283,7 +287,7 @@ def test_all_ranks_train_on_the_same_rows(kind: int, at_once: int, told) -> None
         model.compile(optimizer, loss="mse", steps_per_execution=at_once)
         text = told(
             lambda model=model, x=x, arguments=arguments: model.fit(
-                x, **arguments, callbacks=[broadcast], shuffle=False, verbose=0
+                x, **{"shuffle": False, **arguments}, callbacks=[broadcast], verbose=0
             )
         )
         assert ("train on the same rows" in text) != differ

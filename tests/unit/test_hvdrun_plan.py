@@ -227,6 +227,14 @@ def test_hostfiles_of_other_systems(text: str, expected: list[Host]) -> None:
     assert hosts.parse_lines(text, "x") == expected
 
 
+def test_one_slot_on_each_host_of_a_batch_system(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "nodes"
+    path.write_text("n1\nn2\n")
+    assert hosts.read(str(path)) == [Host("n1"), Host("n2")]
+    monkeypatch.setenv("PBS_NODEFILE", str(path))
+    assert hosts.read(str(path)) == [Host("n1", 1), Host("n2", 1)]
+
+
 def test_a_range_of_hosts() -> None:
     assert hosts.parse("a,n[1-2,5]:2,b:3") == [
         Host("a"),

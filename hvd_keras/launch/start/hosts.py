@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import ipaddress
+import os
 import re
 import shlex
 import socket
@@ -102,7 +103,11 @@ def read(path: str) -> list[Host]:
     """Read the hosts of `--hostfile`."""
     with refusing(f"--hostfile got {path!r}, which cannot be read"):
         text = Path(path).read_text(errors="replace")
-    return parse_lines(text, f"--hostfile {path}")
+    hosts = parse_lines(text, f"--hostfile {path}")
+    # With one slot on each host, no name comes twice in these.
+    if path in map(os.environ.get, ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE")):
+        hosts = [Host(host.name, host.slots or 1) for host in hosts]
+    return hosts
 
 
 async def discover(script: Sequence[str]) -> list[Host]:

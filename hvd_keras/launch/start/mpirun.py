@@ -171,7 +171,12 @@ class Hydra(Dialect):
             plan.files |= {agent: plan.agent, machines: lines}
             words = ["-machinefile", str(machines)]
             words += ["-bootstrap", "ssh", "-bootstrap-exec", str(agent)]
-            if plan.network is not None and "/" not in plan.network:
+            if plan.network is not None:
+                if "/" in plan.network:
+                    raise UsageError(
+                        f"got --network-interface {plan.network}; MPICH and Intel MPI take the "
+                        "name of an interface, such as eth0"
+                    )
                 words += ["-iface", plan.network]
         if self.is_intel:  # a script that needs the programs beside it
             plan.settings["PATH"] = path_beside(self.path)

@@ -31,6 +31,8 @@ class Srun(Dialect):
         machines = plan.directory / "machines"
         plan.files[machines] = "\n".join([*names, ""])
         plan.settings["SLURM_HOSTFILE"] = str(machines)
+        if plan.network is not None:
+            plan.settings["OMPI_MCA_btl_tcp_if_include"] = plan.network
         plan.start_by(self.path, *words)
 
     def rank_settings(self, memory: str) -> Mapping[str, str]:
