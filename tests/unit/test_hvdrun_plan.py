@@ -204,11 +204,8 @@ def test_the_address_on_a_chosen_network() -> None:
 
 def test_a_hostfile() -> None:
     text = "# all\nserver1\n\nserver2:3 # the big one\n10.0.0.7 slots=2\n"
-    assert hosts.parse_lines(text, "x") == [
-        Host("server1"),
-        Host("server2", 3),
-        Host("10.0.0.7", 2),
-    ]
+    expected = [Host("server1"), Host("server2", 3), Host("10.0.0.7", 2)]
+    assert hosts.parse_lines(text, "x") == expected
     with pytest.raises(UsageError, match="x has the line 'a b'; expected server1"):
         hosts.parse_lines("a b", "x")
 
@@ -228,19 +225,16 @@ def test_hostfiles_of_other_systems(text: str, expected: list[Host]) -> None:
 
 
 def test_one_slot_on_each_host_of_a_batch_system(tmp_path, monkeypatch) -> None:
-    path = tmp_path / "nodes"
-    path.write_text("n1\nn2\n")
-    assert hosts.read(str(path)) == [Host("n1"), Host("n2")]
-    monkeypatch.setenv("PBS_NODEFILE", str(path))
-    assert hosts.read(str(path)) == [Host("n1", 1), Host("n2", 1)]
+    (tmp_path / "nodes").write_text("n1\nn2\n")
+    path = str(tmp_path / "nodes")
+    assert hosts.read(path) == [Host("n1"), Host("n2")]
+    monkeypatch.setenv("PBS_NODEFILE", path)
+    assert hosts.read(path) == [Host("n1", 1), Host("n2", 1)]
 
 
 def test_a_range_of_hosts() -> None:
-    assert hosts.parse("a,n[1-2,5]:2,b:3") == [
-        Host("a"),
-        *(Host(f"n{n}", 2) for n in (1, 2, 5)),
-        Host("b", 3),
-    ]
+    expected = [Host("a"), *(Host(f"n{n}", 2) for n in (1, 2, 5)), Host("b", 3)]
+    assert hosts.parse("a,n[1-2,5]:2,b:3") == expected
 
 
 def test_a_host_whose_keras_differs_is_refused() -> None:
