@@ -167,7 +167,8 @@ programs
 --bind: give each rank of a host cores of its own, unless there are fewer cores than ranks, or the
     user or SLURM has bound the ranks (default: on)
 --strict: turn warnings that results differ from those of one process into errors; sets HVD_STRICT=1
-    for the ranks (default: off: only ranks that train separate models get errors, and with HVD_STRICT=0 warnings)
+    for the ranks (default: off: only ranks that train separate models get errors, and with
+    HVD_STRICT=0 warnings)
 --no-init: allow ranks that end without having completed hvd.init(), as those of a command that does
     not use hvd_keras (default: off: exit status 1, unless there is one rank)
 
