@@ -15,7 +15,7 @@ from hvd_keras.data import sources
 from hvd_keras.gradients import missing_calls, model_ranks, specs
 from hvd_keras.patches import keras_callbacks
 from hvd_keras.runtime import agree, rank_info, settings
-from hvd_keras.runtime.keras import KERAS_VERSIONS, flatten, is_eager, keras
+from hvd_keras.runtime.keras import KERAS_VERSIONS, PyDataset, flatten, is_eager, keras
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.runtime.reductions import Adasum, Average
 from hvd_keras.saving import background
@@ -260,9 +260,12 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
     x_and_y: list[Any] = [given.get("x"), given.get("y")]
     x_and_y = [x.to_numpy() if hasattr(x, "to_numpy") else x for x in x_and_y]  # of pandas
     is_arrays = all(hasattr(x, "dtype") for x in flatten(x_and_y) if x is not None)
+    # The first batch in fit's order tells the same only without a shuffle.
+    is_indexed = isinstance(given.get("x"), PyDataset) and given["shuffle"]
     # Scripts that average over ranks may give all rows to all of them, in different orders.
-    if is_arrays and (model_ranks.averages_rows_of(model) or not given["shuffle"]):
-        rows = values.row_hashes(x_and_y)
+    averages = model_ranks.averages_rows_of(model)
+    if (is_arrays or is_indexed) and (averages or not given["shuffle"]):
+        rows = values.row_hashes(given["x"][0] if is_indexed else x_and_y)
     # How many rows each of the steps has; None: that is unknown.
     sizes = None
     if is_arrays:

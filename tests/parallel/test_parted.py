@@ -268,12 +268,15 @@ def datasets(x, y):
         {"steps_per_epoch": 6},
     )
     yield Batches(x, y), {}
+    yield Batches(x, y), {"shuffle": True}
     yield pandas.DataFrame(x), {"y": pandas.DataFrame(y), "batch_size": 4, "shuffle": True}
 
 
 @pytest.mark.cases(3)
 @pytest.mark.parametrize(
-    "kind", range(5), ids=["arrays", "dataset", "shuffled", "PyDataset", "pandas"]
+    "kind",
+    range(6),
+    ids=["arrays", "dataset", "shuffled", "PyDataset", "PyDataset, shuffled", "pandas"],
 )
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_all_ranks_train_on_the_same_rows(kind: int, at_once: int, told) -> None:
