@@ -123,9 +123,9 @@ def _check_update(optimizer: Any, gradients: list[Any], variables: list[Any]) ->
 # Optimizers that have applied what the script has reduced; and how many bytes this process had
 # exchanged when others last applied gradients in eager code.
 _by_hand: weakref.WeakSet[Any] = weakref.WeakSet()
+_exchanged_before: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 #: What tapes have returned in graphs: the names of tensors.
 of_tapes: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-_exchanged_before: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def note_tape(sources: Sequence[Any], gradients: Iterable[Any]) -> None:

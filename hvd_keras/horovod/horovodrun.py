@@ -87,7 +87,6 @@ SETTINGS: dict[str, tuple[str, Callable[[str], str]]] = {
     "HOROVOD_FUSION_THRESHOLD": ("HVD_BUCKET_BYTES", lambda text: text if text != "0" else "1"),
     "HOROVOD_LOG_LEVEL": ("HVD_LOG_LEVEL", _log_level),
     "HOROVOD_STALL_CHECK_TIME_SECONDS": ("HVD_STALL_WARNING_SECONDS", str),
-    "HOROVOD_STALL_CHECK_DISABLE": ("HVD_STALL_WARNING_SECONDS", lambda text: "0"),
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": ("HVD_TIMEOUT_SECONDS", str),
     "HOROVOD_TIMELINE": ("HVD_TIMELINE", str),
 }
@@ -104,6 +103,10 @@ def settings(environment: Mapping[str, str]) -> dict[str, str]:
         if environment.get(theirs) and not environment.get(ours):
             found[ours] = convert(environment[theirs])
             say_once(f"{theirs} is {ours}={found[ours]} here")
+    theirs, (ours, off) = "HOROVOD_STALL_CHECK_DISABLE", NO_STALL_CHECK[1]
+    if environment.get(theirs, "0") != "0" and not environment.get(ours):
+        found[ours] = off
+        say_once(f"{theirs} is {ours}={off} here")
     return found
 
 

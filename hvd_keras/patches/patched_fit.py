@@ -257,9 +257,8 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
     described["batch_size"] = None if counts else batch_size
     description = specs.describe_model(model) | specs.flat(described, "fit")
     rows = None
-    x_and_y: list[Any] = [given.get("x"), given.get("y")]
-    x_and_y = [x.to_numpy() if hasattr(x, "to_numpy") else x for x in x_and_y]  # of pandas
-    is_arrays = all(hasattr(x, "dtype") for x in flatten(x_and_y) if x is not None)
+    x_and_y = given.get("x"), given.get("y")
+    is_arrays = all(values.is_array(x) for x in flatten(x_and_y) if x is not None)
     # The first batch in fit's order tells the same only without a shuffle.
     is_indexed = isinstance(given.get("x"), PyDataset) and given["shuffle"]
     # Scripts that average over ranks may give all rows to all of them, in different orders.

@@ -24,13 +24,18 @@ _STEPS = 50
 _ROWS = 64  # of which the rows of all ranks are compared
 
 
+def is_array(data: Any) -> bool:
+    """Whether it is an array, a tensor, or a frame of pandas."""
+    return hasattr(data, "dtype") or hasattr(data, "to_numpy")
+
+
 def row_hashes(data: Any) -> list[int] | None:
     """Describe rows by their number and a hash of the first ones; None if they say nothing."""
     digest, differ, rows = 0, False, 0
     for part in flatten(data):
         if part is None:
             continue
-        if not getattr(part, "shape", ()) or not hasattr(part, "dtype"):
+        if not getattr(part, "shape", ()) or not is_array(part):
             return None
         rows = int(part.shape[0])
         head = np.asarray(part[:_ROWS])  # rows that are all equal, such as padding, say nothing

@@ -11,6 +11,7 @@ import pytest
 
 import hvd_keras
 from hvd_keras.horovod import PATH, names
+from hvd_keras.horovod import horovodrun
 from hvd_keras.horovod.horovodrun import EXTENSION
 from hvd_keras.launch import job_spec, options
 from hvd_keras.launch.errors import UsageError
@@ -131,6 +132,12 @@ def test_more_ranks_than_cores_are_not_refused_with_horovod(capsys) -> None:
     assert "hvdrun: 999 ranks share" in capsys.readouterr().err
     with pytest.raises(UsageError, match="--oversubscribe"):
         job_spec.build(parse(given))
+
+
+@pytest.mark.parametrize(("disable", "expected"), [("0", "5"), ("1", "0")])
+def test_the_stall_check_of_horovod_is_disabled(disable, expected) -> None:
+    given = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "5", "HOROVOD_STALL_CHECK_DISABLE": disable}
+    assert horovodrun.settings(given)["HVD_STALL_WARNING_SECONDS"] == expected
 
 
 def test_settings_of_horovod_are_translated(monkeypatch, capsys) -> None:
