@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 import hvd_keras
-from hvd_keras.horovod import PATH, names
-from hvd_keras.horovod import horovodrun
+from hvd_keras.horovod import PATH, horovodrun, names
 from hvd_keras.horovod.horovodrun import EXTENSION
 from hvd_keras.launch import job_spec, options
 from hvd_keras.launch.errors import UsageError
