@@ -279,7 +279,7 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
         "steps": steps,
         "sizes": sizes,
         "rows": rows,
-        "looks at data": not is_arrays and own.backend.can_look_at(dataset),
+        "looks at data": not is_arrays and rows is None and own.backend.can_look_at(dataset),
         # After which epochs the ranks validate together.
         "validates every": repr(given["validation_freq"]) if validates else None,
         **keras_callbacks.describe(own.callbacks),
