@@ -4,11 +4,12 @@ import pytest
 
 from tests.programs import draw, run
 
-SEEDS = (121, 372, 422, 424, 514, 751, 906, 948, 1245, 1273, 1316, 1341, 5154, 5254, 5576, 5991)
+SEEDS = (121, 372, 422, 514, 751, 906, 948, 1245, 1273, 1316, 1341)
 # What those do not have.
 MORE = {
     "xla": {
-        **{"mode": "xla", "optimizer": "Adam", "option": "global_clipnorm", "accumulation": 2},
+        **{"mode": "xla", "optimizer": "AdamW", "option": "global_clipnorm"},
+        **{"accumulation": 2, "at_once": 3},
         **{"inputs": "dict", "outputs": "dict", "loss": "huber", "then": ["freeze"]},
         **{"data": "local", "rest": 6, "validation": "local", "reduction": "sum"},
     },
@@ -20,6 +21,7 @@ MORE = {
     # A fit, and what it saves, goes on within an accumulation.
     "mask": {
         **{"body": "masked", "data": "rows", "weights": "sample", "validation": "rows"},
+        **{"optimizer": "RMSprop", "option": "ema_overwrites"},
         **{"accumulation": 2, "epochs": 1, "then": ["fit", "evaluate", "save"]},
     },
 }
