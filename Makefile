@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # Sources that are compiled into the package; Python sources need no new installation.
-NATIVE := pyproject.toml $(shell find native -name '*.txt' -o -name '*.cc' -o -name '*.h' -o -name '*.in')
+NATIVE := pyproject.toml $(shell find native -name '*.txt' -o -name '*.cc' -o -name '*.h' -o -name '*.in' -o -name '*.cmake')
 # Five files of tests, or jobs of tests/parallel, at a time: most tests wait for half of their time.
 PYTEST := -n 5 --no-loadscope-reorder
 # Their tests need half a gigabyte of packages.

@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras.gradients import missing_calls
+from hvd_keras.gradients import agreement, missing_calls
 from hvd_keras.ops import validate
 from hvd_keras.runtime import rank_info
 
@@ -39,10 +39,12 @@ def join() -> tf.Tensor:
             "hvd.join cannot be compiled by XLA. Call it outside of functions with "
             "jit_compile=True."
         )
-    if not accumulating or not tf.executing_eagerly():
-        return validate.raw.hvd_join(tensor_name="")
-    before = missing_calls.count_requests("allreduce")
+    before = missing_calls.count_requests("allreduce") if accumulating else 0
     last = validate.raw.hvd_join(tensor_name="")
+    for comparison in list(agreement.comparisons):
+        comparison.restart()
+    if not accumulating or not tf.executing_eagerly():
+        return last
     others_went_on = missing_calls.count_requests("allreduce") != before
     for optimizer, then in list(accumulating.items()):
         made = accumulating[optimizer] = int(optimizer._iterations)  # local steps

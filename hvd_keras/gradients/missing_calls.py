@@ -173,6 +173,7 @@ first_steps_are_local = False
 
 synchronized = shards.VariableSet()  # broadcast, or found equal
 _reduced = shards.VariableSet()  # a reducer has had their gradients
+_begun_apart = shards.VariableSet()  # found different; what to do is told later
 _told_alone = shards.VariableSet()  # a warning was about them; later differences are no news
 
 
@@ -268,6 +269,7 @@ def check_weights(
         tell(text, process_set, parts=True)
     else:
         synchronized.discard(*variables)  # what was broadcast has changed since
+        _begun_apart.add(*variables)
         # In a graph, the requests of later steps can be counted, not the steps.
         last = count_requests() + requests * _STEPS_UNTIL_TOLD
         _tell_later(
@@ -280,7 +282,7 @@ def check_weights(
 
 
 def check_values(values: Any, when: str) -> None:
-    """Compare the values of a model in ``fit``, which ``training.values.Values`` has.
+    """Compare the values of a model in ``fit``, or of a custom loop, which ``values.Values`` has.
 
     ``when`` is "begun", "step" or "ended".
     """
@@ -302,7 +304,10 @@ def check_values(values: Any, when: str) -> None:
     values.reported = reported or different is not None  # as on all ranks
     if reported or different is None or model_ranks.alone.get():
         return
-    if any(variable in _told_alone for variable in values.variables):
+    if any(
+        variable in _told_alone or (variable in _begun_apart and variable not in synchronized)
+        for variable in values.variables
+    ):
         return
     size, (what, odd) = values.process_set.size(), different
     if when == "begun" and not values.is_broadcast:
@@ -312,18 +317,22 @@ def check_values(values: Any, when: str) -> None:
         )
     else:
         how = (
-            f"differ after {values.steps} steps of fit, although they were equal after "
-            f"{values.equal_after}"
+            f"differ after {values.steps} steps of {values.loop}, although they were equal "
+            f"after {values.equal_after}"
         )
         if when == "begun":
             how = "differ before the first step, although BroadcastGlobalVariablesCallback is there"
-        a_callback = "A callback"
+        who, same = "A callback, a train_step", "pass the same callbacks, "
         if values.alone:
-            a_callback = f"Not all ranks have the same callbacks ({values.alone}), or a callback"
+            who = f"Not all ranks have the same callbacks ({values.alone}), or a callback"
+        if values.loop != "fit":
+            who, same = "The script, an optimizer with its own learning rate", ""
+        if values.restarts:
+            same = "broadcast them after hvd.join, from the rank that it returns, "
         text = (
             f"the {size} ranks' values of {what} {how}: the ranks train different models. "
-            f"{a_callback}, a train_step or a layer assigns values that depend on this rank's "
-            "data, logs or random numbers. Assign the same on all ranks: pass the same callbacks, "
+            f"{who} or a layer assigns values that depend on this rank's "
+            f"data, logs or random numbers. Assign the same on all ranks: {same}"
             "average with hvd.allreduce what the values are computed from, or let one rank choose "
             "them with hvd.broadcast."
         )

@@ -62,6 +62,7 @@ class GradientReducer:
         # The lists of variables that the ranks have compared.
         self._agreed: dict[Any, tuple[VariableSpec, ...]] = {}
         self._compared = shards.VariableSet()  # those whose values were compared
+        self._loops = 0  # lists of variables that custom loops train
         self._steps: Any = None  # counts those of a graph
         self.has_local = False  # any rank has local variables: all must clip alike
 
@@ -121,6 +122,8 @@ class GradientReducer:
             if i not in divided and shards.variable_id(variable) not in local_ids
         ]
         plan = self._plan([variables[i] for i in shared], [gradients[i] for i in shared])
+        if not missing_calls.in_fit.get():  # which compares all itself
+            self._compare([variables[i] for i in shared if hasattr(variables[i], "assign")])
         # A rank that lacks a gradient, such as that of an unused branch, sends zeros.
         for i, kind, spec in zip(shared, plan.kinds, plan.specs, strict=True):
             gradients[i] = agreement.completed(gradients[i], kind, spec)
@@ -134,6 +137,19 @@ class GradientReducer:
     def exchange(self, plan: "Plan", gradients: list[Any], variables: list[Any]) -> list[Any]:
         """Exchange the gradients that travel, in the order of the plan."""
         return plan.exchange(gradients, self.options)
+
+    def _compare(self, variables: list[Any]) -> None:
+        """Compare the weights that a custom loop trains, now and then."""
+        if not variables:
+            return
+        # They live as long as the variables do.
+        known = vars(shards.inner_variable(variables[0])).setdefault("_hvd_comparisons", {})
+        key = self.name, *map(shards.variable_id, variables)
+        if key not in known:
+            loop = f"loop {self._loops} of {self.name}"
+            known[key] = agreement.Comparison(variables, self.process_set, loop)
+            self._loops += 1
+        known[key].step()
 
     def _plan(self, variables: list[Any], gradients: list[Any]) -> "Plan":
         mine = tuple(spec_of(v) for v in variables)
@@ -151,7 +167,7 @@ class GradientReducer:
             # Without values yet, a second trace of the function compares again.
             how = requests, self.process_set
             are_known = missing_calls.check_weights(self.name, "weights", new, *how)
-            if not self._agreed and not missing_calls.in_fit.get():  # which compares all itself
+            if not self._agreed and not missing_calls.in_fit.get():
                 state = "learning rates, or other states of optimizers"
                 are_known &= missing_calls.check_weights(self.name, state, self.state(), *how)
             if are_known:

@@ -14,12 +14,12 @@ import numpy as np
 
 from hvd_keras.data.sources import Passes
 from hvd_keras.gradients import missing_calls, model_ranks
+from hvd_keras.gradients.values import Values, row_hashes
 from hvd_keras.runtime import agree, settings
 from hvd_keras.runtime.keras import keras, replaced, summary
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.training import rounds, variables
 from hvd_keras.training.fit_state import Fit
-from hvd_keras.training.values import Values, row_hashes
 
 _WRITERS = tuple(
     getattr(keras.callbacks, name)

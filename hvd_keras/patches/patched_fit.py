@@ -12,14 +12,14 @@ from typing import Any
 
 from hvd_keras import observe
 from hvd_keras.data import sources
-from hvd_keras.gradients import missing_calls, model_ranks, specs
+from hvd_keras.gradients import missing_calls, model_ranks, specs, values
 from hvd_keras.patches import keras_callbacks
 from hvd_keras.runtime import agree, rank_info, settings
 from hvd_keras.runtime.keras import KERAS_VERSIONS, PyDataset, flatten, is_eager, keras
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.runtime.reductions import Adasum, Average
 from hvd_keras.saving import background
-from hvd_keras.training import fit_state, own_files, progress, values, variables
+from hvd_keras.training import fit_state, own_files, progress, variables
 from hvd_keras.training.fit_state import Backend, Fit, running
 
 _signature = functools.cache(inspect.signature)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from hvd_keras.gradients import buckets, missing_calls, specs
+from hvd_keras.gradients.values import Values
 from hvd_keras.runtime import agree, rank_info, settings
 from hvd_keras.runtime.keras import innermost, replaced
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
@@ -212,11 +213,10 @@ class Reducer:
         op: ReduceOp,
         call: dict[str, Any],
     ) -> None:
-        self.name, self.process_set = name, process_set
+        self.name, self.process_set, self.op = name, process_set, op
         self.averages_rows, self.is_sharded, self.rounds = True, False, None
-        self.op = op
         self._optimizer, self._local_sum, self._call = optimizer, local_sum, call
-        self._compared: set[tuple[int, ...]] = set()  # lists of variables
+        self._compared: dict[tuple[int, ...], Values] = {}  # lists of variables
         self._ahead: Ahead | None = None
         self._is_reduced = False  # what ``_apply`` gets is of all ranks
         self._outputs: dict[str, list[torch.Tensor]] = {}  # of earlier requests
@@ -295,9 +295,11 @@ class Reducer:
         return type(self._optimizer)._clip_gradients(self._optimizer, grads)
 
     def _compare(self, shown: Sequence[Any]) -> bool:
-        """Compare a list of variables when it is new, which all ranks see alike."""
+        """Compare a list of variables when it is new, which all ranks see alike, and in loops."""
         numbers = tuple(map(id, shown))
-        if numbers in self._compared:  # once: the optimizer keeps its variables
+        if numbers in self._compared:  # the optimizer keeps its variables
+            if not missing_calls.in_fit.get():
+                missing_calls.check_values(self._compared[numbers], "step")
             return False
         specs.check_specs(self.name, list(map(specs.spec_of, shown)), self.process_set)
         described = specs.describe_optimizer(self._optimizer)
@@ -305,7 +307,8 @@ class Reducer:
         requests = 1 + len(specs.in_buckets(shown))
         missing_calls.check_weights(self.name, "weights", shown, requests, self.process_set)
         missing_calls.mark_reduced(shown)
-        self._compared.add(numbers)
+        loop = f"loop {len(self._compared)} of {self.name}"
+        self._compared[numbers] = Values(shown, self.process_set, loop=loop)
         return True
 
     @torch.no_grad()  # type: ignore[untyped-decorator]

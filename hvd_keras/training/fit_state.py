@@ -11,7 +11,7 @@ from hvd_keras.data.sources import Passes
 from hvd_keras.runtime.process_sets import ProcessSet
 
 if TYPE_CHECKING:
-    from hvd_keras.training.values import Values
+    from hvd_keras.gradients.values import Values
 
 
 class Backend(Protocol):

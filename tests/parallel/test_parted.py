@@ -10,8 +10,8 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
+from hvd_keras.gradients import values
 from hvd_keras.runtime import log, settings
-from hvd_keras.training import values
 from tests.harness import training
 from tests.harness.shards import Batches
 
@@ -28,13 +28,13 @@ def told(request, monkeypatch):
     if request.param:
         monkeypatch.setattr(settings, "read", lambda read=settings.read: by_default(read()))
 
-    def call(function) -> str:
+    def call(function, kind=ValueError) -> str:
         warnings: list[str] = []
         monkeypatch.setattr(log, "warn_once", warnings.append)
         if request.param:
             try:
                 function()
-            except ValueError as error:
+            except kind as error:
                 return str(error).removeprefix("hvd_keras: ")
             return ""
         function()
@@ -123,6 +123,38 @@ def test_a_rate_from_the_ranks_own_logs(told) -> None:
     text = told(lambda: fit(compiled(), Plateau(), epochs=3))
     assert "learning_rate" in text
     assert "differ after" in text
+
+
+@pytest.mark.parametrize("is_graph", [False, True])
+@pytest.mark.parametrize("parts", ["never", "by its rate", "after join"])
+def test_weights_that_part_in_a_custom_loop(is_graph, parts, told) -> None:
+    model, optimizer = training.dense_model(), SGD(0.01)
+    optimizer.build(model.trainable_variables)
+    hvd.broadcast_variables(model.variables, root_rank=0)
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(y - model(x, training=True)))
+        gradients = hvd.DistributedGradientTape(tape).gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    step = tf.function(step) if is_graph else step
+    x, y = mine()
+
+    def loop() -> None:
+        for epoch in range(2):
+            for i in range(60 + RANK):  # after join, ranks go on at different steps
+                if (parts, RANK, epoch, i) == ("by its rate", SIZE - 1, 1, 20):
+                    optimizer.learning_rate = 0.02
+                step(x, y)
+            last = int(hvd.join())
+            if parts != "after join":
+                hvd.broadcast_variables(model.variables, root_rank=last)
+
+    kind = tf.errors.InvalidArgumentError if is_graph else ValueError
+    text = told(loop, kind)
+    assert ("differ after 50 steps of loop 0 of tape" in text) == (parts != "never")
+    assert ("from the rank that it returns" in text) == (parts != "never")
 
 
 class Codebook(keras.layers.Layer):

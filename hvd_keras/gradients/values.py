@@ -1,4 +1,4 @@
-"""Compares the rows and the values of the variables that the ranks have while ``fit`` runs."""
+"""Compares the rows and the values of the variables that the ranks have while they train."""
 
 import collections
 import math
@@ -47,7 +47,7 @@ def row_hashes(data: Any) -> list[int] | None:
 class Values:
     """The values of variables that must be equal on all ranks while they train.
 
-    ``callbacks`` are the names of the callbacks of each rank.
+    ``callbacks`` are the names of the callbacks of each rank; ``loop`` names a custom loop.
     """
 
     def __init__(
@@ -55,8 +55,11 @@ class Values:
         variables: Sequence[Any],
         process_set: ProcessSet,
         callbacks: Sequence[Sequence[str]] = ((),),
+        loop: str = "fit",
     ) -> None:
         self.variables = variables
+        self.loop = loop
+        self.given: dict[int, Any] = {}  # values that a graph has read, by the variables' ids
         self.process_set = process_set
         shared = set.intersection(*map(set, callbacks))
         self.is_broadcast = "BroadcastGlobalVariablesCallback" in shared
@@ -73,13 +76,19 @@ class Values:
                 step = max(1, rows * _BYTES // max(1, size))  # rows of about _BYTES
                 parts = [slice(row, row + step) for row in range(0, rows, step)]
                 self._pieces += [(variable, part if len(parts) > 1 else None) for part in parts]
+        self.reported = False
+        self._cost = 0.0
+        self.restarts = -1
+        self.restart()
+
+    def restart(self) -> None:
+        """Count steps from 0 again: ``hvd.join`` ends different numbers of them."""
+        self.restarts += 1
         self._place = self._round = 0  # the next piece, and the step of the first one
         self.steps = 0
         self.equal_after = 0  # steps: all values were equal then
-        self._next = _STEPS
-        self._cost = 0.0
+        self.next = _STEPS  # the step that compares
         self._since: tuple[int, float] | None = None
-        self.reported = False
 
     def different(self, name: str, bit_by_bit: bool = False) -> tuple[str, str] | None:
         """Compare all values; return None if they are equal, or now are, unless ``bit_by_bit``.
@@ -88,7 +97,7 @@ class Values:
         that differ from most others, which are equal; no ranks without such a majority.
         """
         # A number for each variable; they travel only if a hash of all differs.
-        mine = [agree.digest(values_of(variable)) for variable in self.variables]
+        mine = [agree.digest(self._read(variable)) for variable in self.variables]
         by_rank = agree.gather_if_different(name, mine, self.process_set)
         if by_rank is None:
             return None
@@ -135,7 +144,7 @@ class Values:
         self.steps += 1
         if self._since is None:
             self._since = self.steps, time.perf_counter()  # the first step was compiled
-        if self.steps < self._next:
+        if self.steps < self.next:
             return None
         begin = time.perf_counter()
         steps, since = self._since
@@ -143,17 +152,24 @@ class Values:
         part = self._part()
         # One row of 24 bytes: a checksum, what a comparison costs, the time of a step.
         mine = np.array([[part, max(self._cost, time.perf_counter() - begin), per_step]])
-        call = {"name": "a part of the values", "process_set": self.process_set.id()}
+        name = f"{self.loop} a part of the values"
+        call = {"name": name, "process_set": self.process_set.id()}
         (gathered,) = agree.run("allgather", [mine], **call)
         # So seldom that the dearest comparison takes _SHARE of the time of the shortest steps.
         interval = gathered[:, 1].max() / (_SHARE * max(1e-6, gathered[:, 2].min()))
-        self._next = self.steps + max(_STEPS, math.ceil(interval))
-        different = self.different("values") if len(set(gathered[:, 0])) > 1 else None
+        self.next = self.steps + max(_STEPS, math.ceil(interval))
+        name = f"{self.loop} values"
+        different = self.different(name) if len(set(gathered[:, 0])) > 1 else None
         self._cost = time.perf_counter() - begin
         self._since = self.steps, time.perf_counter()
         if different is None and self._place == len(self._pieces):
             self.equal_after, self._place = self._round, 0
         return different
+
+    def _read(self, variable: Any, rows: slice | None = None) -> Any:
+        if (values := self.given.get(id(variable))) is None:
+            return values_of(variable, rows)
+        return values if rows is None else values[rows]
 
     def _part(self) -> int:
         # The scalars (rates, counters) each time, the large ones piece by piece in rounds.
@@ -161,9 +177,9 @@ class Values:
         if self._place == 0:
             self._round = self.steps
         for variable in self._scalars:
-            digest = agree.digest(values_of(variable), digest)
+            digest = agree.digest(self._read(variable), digest)
         for variable, part in self._pieces[self._place : self._place + _MOST_PIECES]:
-            piece = values_of(variable, part)
+            piece = self._read(variable, part)
             digest = agree.digest(piece, digest)
             done += piece.nbytes
             self._place += 1
