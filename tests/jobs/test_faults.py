@@ -397,3 +397,20 @@ def stop():
         " rank .:", ":", done.stderr
     )
     assert f"hvd_keras ERROR: no progress for 2 s: {heard}" in re.sub(" rank .:", ":", done.stderr)
+
+
+def test_a_rank_that_goes_on_after_the_others_have_ended_is_named(hvdrun: Launcher) -> None:
+    text = """
+        import time
+        import hvd_keras as hvd
+        hvd.init()
+        hvd.barrier()
+        time.sleep(5 * hvd.rank())  # longer than the deadline, which is for collectives
+        """
+    done = hvdrun.python(2, text, env=hvdrun.environment | SETTINGS)
+    assert done.returncode == 0, done.stderr
+    told = (
+        "no progress for 1 s: rank 0 has left the job: its script has ended, and waits for rank 1"
+    )
+    assert told in done.stderr
+    assert "the job ends" not in done.stderr

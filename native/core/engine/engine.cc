@@ -137,8 +137,8 @@ bool Engine::serve_next() {
     check_other_sets();
     const Proposal mine = history_.proposal(head);
     const auto waiting = [&](double seconds, const Missing& missing) -> std::string {
-      if (head == kLeaving) return history_.why_aborted();  // a rank may finish long after another
-      return watch(seconds, [&] { return head_waits_for(missing()); });
+      // A rank may finish long after another.
+      return watch(seconds, [&] { return head_waits_for(missing()); }, head != kLeaving);
     };
     const bool runs = entry && entry->problem.empty();
     agreement = transport_->agree(mine, runs ? &entry->request : nullptr, waiting);

@@ -105,7 +105,8 @@ class Engine {
   void nobody_has_joined();
   std::string head_waits_for(const std::vector<int>& missing);
   std::string who(const std::vector<int>& missing) const;
-  std::string watch(double seconds, const std::function<std::string()>& text);
+  std::string watch(double seconds, const std::function<std::string()>& text,
+                    bool has_deadline = true);
   void note_progress(Clock::time_point now = Clock::now());
   double idle_seconds() const;
   double timeout() const;

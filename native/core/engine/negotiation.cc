@@ -184,13 +184,14 @@ void Engine::nobody_has_joined() {
 }
 
 std::string Engine::head_waits_for(const std::vector<int>& missing) {
+  const std::string mine = "rank " + std::to_string(ranks()[transport_->rank()]);
   std::string head;
   {
     std::lock_guard<std::mutex> lock(mutex_);
+    if (queue_.empty()) return mine + " has " + reason_ + ", and waits for " + who(missing) + ".";
     head = identity(queue_.front().request);
   }
-  return "rank " + std::to_string(ranks()[transport_->rank()]) + " waits for " + head + ", which " +
-         who(missing) +
+  return mine + " waits for " + head + ", which " + who(missing) +
          " has not submitted. Do all ranks take the same steps (the same number of batches, the "
          "same branches)?";
 }
@@ -222,15 +223,17 @@ double Engine::idle_seconds() const { return idle_since_ ? seconds_since(*idle_s
 
 // Warns, again after twice the time, and returns the text if the deadline has passed. The text is
 // made only if needed.
-std::string Engine::watch(double seconds, const std::function<std::string()>& text) {
+std::string Engine::watch(double seconds, const std::function<std::string()>& text,
+                          bool has_deadline) {
   if (const std::string why = history_.why_aborted(); !why.empty()) return why;
-  const bool is_over = timeout() > 0 && seconds >= timeout();
+  const double deadline = has_deadline ? timeout() : 0;
+  const bool is_over = deadline > 0 && seconds >= deadline;
   const bool warns = next_warning_ > 0 && seconds >= next_warning_;
   if (!is_over && !warns) return "";
   const std::string problem = no_progress(seconds, text());
   if (is_over) return problem;
   while (next_warning_ <= seconds) next_warning_ *= 2;
-  log(LogLevel::warning, problem + time_left(seconds, timeout()));
+  log(LogLevel::warning, problem + time_left(seconds, deadline));
   return "";
 }
 
