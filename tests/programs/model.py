@@ -1,5 +1,6 @@
 """The models of programs: layers, optimizers, losses."""
 
+import functools
 from typing import Any
 
 import keras
@@ -148,7 +149,21 @@ def rate_of(spec: View) -> float:
     return RATES.get(spec.optimizer, 0.01) / (spec.batch if spec.reduction == "sum" else 1)
 
 
-def _optimizer(spec: View, hvd: Any) -> Any:
+def _noisy(apply: Any, noise: float, gradients: Any, variables: Any = None) -> Any:
+    """Apply gradients that may be 0 in one process, and a rounding error where ranks add them."""
+    random = np.random.default_rng(int(noise * 1e9))
+
+    def changed(gradient: Any) -> Any:
+        if gradient is None or not hasattr(gradient, "shape") or hasattr(gradient, "indices"):
+            return gradient
+        return gradient + 0.1 * noise * random.normal(size=gradient.shape).astype(
+            gradient.dtype.name
+        )
+
+    return apply([changed(gradient) for gradient in gradients], variables)
+
+
+def _optimizer(spec: View, hvd: Any, noise: float) -> Any:
     rate: Any = rate_of(spec)
     if spec.schedule:
         rate = keras.optimizers.schedules.ExponentialDecay(rate, 2, 0.8)
@@ -168,13 +183,15 @@ def _optimizer(spec: View, hvd: Any) -> Any:
     elif spec.accumulation > 1:
         options["gradient_accumulation_steps"] = spec.accumulation
     made = getattr(keras.optimizers, name)(rate, **options)
+    if noise:
+        made.apply = functools.partial(_noisy, made.apply, noise)
     if spec.loss_scale or spec.precision == "mixed_float16":
         scale = {"initial_scale": 16.0, "dynamic_growth_steps": 2, "name": "scale"}
         made = keras.optimizers.LossScaleOptimizer(made, **scale)
     return hvd.DistributedOptimizer(made, **chosen) if hvd else made
 
 
-def compiled(model: Any, spec: View, hvd: Any) -> Any:
+def compiled(model: Any, spec: View, hvd: Any, noise: float = 0.0) -> Any:
     """Compile a model, and return it; ``hvd`` is None for one process without hvd_keras."""
 
     def each(make: Any) -> Any:
@@ -195,7 +212,7 @@ def compiled(model: Any, spec: View, hvd: Any) -> Any:
         return ["mae", keras.metrics.RootMeanSquaredError()]
 
     model.compile(
-        _optimizer(spec, hvd),
+        _optimizer(spec, hvd, noise),
         each(loss),
         metrics=each(metrics) if spec.metrics in ("metrics", "both") else None,
         weighted_metrics=each(metrics) if spec.metrics in ("weighted", "both") else None,

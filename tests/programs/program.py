@@ -89,7 +89,7 @@ class Program:
     def new_model(self) -> Any:
         # The ranks' weights differ; those of rank 0 are broadcast.
         made = model.build(self.spec, 100 * (self.rank or 0), self.noise)
-        return model.compiled(made, self.spec, self.hvd)
+        return model.compiled(made, self.spec, self.hvd, self.noise)
 
     def callbacks(self) -> list[Any]:
         """As the spec says, in the order that docs/guide.md asks for."""
@@ -236,7 +236,7 @@ class Program:
         """Goes on without training the first layer."""
         parts = getattr(self.model, "parts", self.model.layers)
         next(layer for layer in parts if layer.weights).trainable = False
-        model.compiled(self.model, self.spec, self.hvd)
+        model.compiled(self.model, self.spec, self.hvd, self.noise)
         self.then_fit()
 
     def then_rate(self) -> None:
