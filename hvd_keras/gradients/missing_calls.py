@@ -81,6 +81,8 @@ def _check_update(optimizer: Any, gradients: list[Any], variables: list[Any]) ->
 
     In a graph, when that is traced.
     """
+    global _has_updated
+    _has_updated = True
     name = type(optimizer).__name__
     several = rank_info.is_initialized() and rank_info.size() > 1
     shards.check_clipping(optimizer, variables, model_ranks.local_variables if several else ())
@@ -137,9 +139,37 @@ def note_tape(sources: Sequence[Any], gradients: Iterable[Any]) -> None:
     # What a reducer exchanges needs no note, which an eager step would wait for.
     variables = [one for one in sources if hasattr(one, "assign") and one not in _reduced]
     if variables and rank_info.is_initialized() and rank_info.size() > 1:
+        if not (_updates_are_checked or model_ranks.alone.get()):
+            _check_at_exit(sum(math.prod(one.shape) for one in variables))
         where = _exchanged() if is_eager() else weakref.ref(graph())
         for variable in variables:
             shards.inner_variable(variable)._hvd_tape = where
+
+
+_updates_are_checked = False  # or are going to be, at the end of the script
+
+
+def _check_at_exit(gradients: int) -> None:
+    """Tell at the end if the script has exchanged, and let optimizers apply, nothing as large."""
+    global _updates_are_checked
+    _updates_are_checked = True
+    least = min(_FEW_BYTES, gradients)
+    size, is_first = rank_info.size(), rank_info.rank() == 0
+    before, requests = _exchanged(), count_requests()
+
+    @atexit.register
+    def check() -> None:
+        if _has_updated or _exchanged() - before >= least * max(1, count_requests() - requests):
+            return
+        text = (
+            f"each of the {size} ranks has taken gradients by a tf.GradientTape, but they have "
+            "exchanged none, and no optimizer has applied any. If the script assigns what it makes "
+            "of them, each rank has trained a different model: use hvd.DistributedGradientTape."
+        )
+        if is_error(parts=False):
+            log.fail_at_exit(text)
+        elif is_first:
+            log.warn_once(text)
 
 
 def _noted(variable: Any) -> Any:
@@ -171,6 +201,7 @@ def _averages_itself(optimizer: Any, gradients: list[Any], variables: list[Any])
 #: Whether scripts step on each rank before the first exchange, to create variables.
 first_steps_are_local = False
 
+_has_updated = False  # an optimizer or a reducer has had gradients
 synchronized = shards.VariableSet()  # broadcast, or found equal
 _reduced = shards.VariableSet()  # a reducer has had their gradients
 _begun_apart = shards.VariableSet()  # found different; what to do is told later
@@ -186,6 +217,8 @@ def mark_alone(optimizer: Any) -> None:
 
 def mark_reduced(sources: Iterable[Any]) -> None:
     """Record that a reducer exchanges the gradients of these variables, and perhaps tensors."""
+    global _has_updated
+    _has_updated = True
     _reduced.add(*(source for source in sources if hasattr(source, "assign")))
 
 

@@ -66,6 +66,22 @@ NOT_DISTRIBUTED = "applies gradients of this rank alone"
 DIFFERENT = "began to train with different weights"
 
 
+# No optimizer: the script assigns what it makes of its gradients.
+ASSIGNED = LOGGED.replace(
+    "optimizer.apply_gradients(zip(gradients, model.trainable_variables))",
+    "[v.assign_sub(0.01 * g) for v, g in zip(model.trainable_variables, gradients)]",
+)
+
+
+@pytest.mark.parametrize("tape", [False, True], ids=["forgotten", "there"])
+def test_gradients_that_a_script_assigns_itself(hvdrun, tape) -> None:
+    """That is not known while it runs: a tape may also serve an analysis."""
+    code = ASSIGNED.replace("    gradients =", TAPE + "    gradients =") if tape else ASSIGNED
+    done = hvdrun.python(2, START + BUILT + code, env=hvdrun.environment | {"HVD_STRICT": "0"})
+    assert done.returncode == 0, done.stderr
+    assert ("they have exchanged none, and no optimizer has applied any" in done.stderr) != tape
+
+
 @pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("script", "told"),
