@@ -1,6 +1,7 @@
 """Weights that part after the first broadcast, and rows that all ranks have, are errors."""
 
 import os
+import re
 import time
 
 import keras
@@ -153,7 +154,7 @@ def test_weights_that_part_in_a_custom_loop(is_graph, parts, told) -> None:
 
     kind = tf.errors.InvalidArgumentError if is_graph else ValueError
     text = told(loop, kind)
-    assert ("differ after 50 steps of loop 0 of tape" in text) == (parts != "never")
+    assert bool(re.search(r"differ after 50 steps of loop \d+ of tape", text)) == (parts != "never")
     assert ("from the rank that it returns" in text) == (parts != "never")
 
 
