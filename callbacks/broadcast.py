@@ -65,8 +65,7 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
         process_set = self.process_set
         if not model_ranks.alone.get():
             process_set.check_root(self.root_rank)
-        states = variables.global_seed_states()
-        variables.give_each_rank_its_own_randomness(states, process_set)
+        seeds = variables.global_seed_states()
         if process_set.size() == 1:
             if variables.is_built(self.model):
                 variables.training_variables(
@@ -83,7 +82,8 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
         own = variables.average_accumulated(self.model, process_set)  # of an earlier fit
         own += [v for rounds in model_ranks.rounds_of(self.model) for v in rounds.variables()]
         shared = [v for v in shared if not any(v is other for other in own)]
-        hvd.broadcast_variables(shared, self.root_rank, process_set)
+        hvd.broadcast_variables([*shared, *seeds], self.root_rank, process_set)
+        variables.give_each_rank_its_own_randomness(variables.own_generators, process_set)
         preprocessing.refresh(self.model)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

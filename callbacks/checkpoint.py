@@ -228,6 +228,9 @@ class Checkpoint(Callback):  # type: ignore[misc]
         if same_ranks:
             states = found.metadata["random"]  # one, if all ranks had the same
             per_rank.set_random_state(states[self._hvd_process_set.rank() % len(states)])
+            if "seeds" in found.metadata:  # not of older versions
+                seeds = found.metadata["seeds"][self._hvd_process_set.rank()]
+                variables.set_global_seeds(seeds)
         if not same_ranks and self._rate and found.metadata.get("rate"):
             # Keeps the warm-up, decay or reduction that it had.
             saved = float(self.model.optimizer.learning_rate)
@@ -417,6 +420,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             "fits": [*self._fits, self.params["epochs"]],
             "passes": [passes.state(batch) for passes in self._passes],
             "random": random_states or [random_state],
+            "seeds": agree.gather_json("checkpoint seeds", variables.global_seeds(), process_set),
             "stopped": any(stops for stops, _ in states),
             "callbacks": [numbers for _, numbers in states],
             "parts": {"tables": tables, "files": names},

@@ -211,6 +211,7 @@ def _add_process_sets(process_sets: Iterable[Any] | str | None) -> None:
             # A list of ranks whose set exists needs nothing; an object must be registered itself.
             if not is_there and (process_set is wanted or process_set.ranks not in there):
                 new.append(add_process_set(process_set))
+                there.append(process_set.ranks)
     except (TypeError, ValueError):  # on every rank
         for process_set in new:
             remove_process_set(process_set)

@@ -57,7 +57,9 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
             already writing a timeline.
     """
     del mark_cycles
-    _start_timeline("hvd.start_timeline", os.fsdecode(file_path))
+    name, is_first = "hvd.start_timeline", rank_info.rank() == 0
+    path = agree.on_all_ranks(name, lambda: os.fsdecode(file_path) if is_first else "")
+    _start_timeline(name, path)
 
 
 #: This rank and the file of the timeline that the ranks record.
@@ -99,6 +101,7 @@ def stop_timeline() -> None:
     Raises:
         ValueError: ``init()`` was not called.
     """
+    rank_info.rank()  # raises if init() was not called
     agree.run("barrier", [], name="unnamed")  # all ranks have it: by such requests they are joined
     agree.on_all_ranks("hvd.stop_timeline", lambda: libraries.core().hvd_trace(-1))
     agree.on_all_ranks("hvd.stop_timeline", merge_timeline)  # then any rank may read the file

@@ -60,7 +60,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         sparse_as_dense: gradients of embeddings are dense, also on one rank; pays if most rows are
             used in every step.
         gradient_predivide_factor: splits the division of the average: by this factor before the
-            sum, by the rest after it. Sums are taken in float32, so it matters with fp16 only.
+            sum, by the rest after it. Sums are taken in float32, so this changes rounding alone.
         op: ``hvd.Average``, or ``hvd.Sum`` to leave the division to the learning rate, or
             ``hvd.Adasum`` (with ``sparse_as_dense``) to decide between both by the gradients'
             directions.
@@ -203,9 +203,7 @@ def local_variables(layers: keras.layers.Layer | Iterable[keras.layers.Layer] | 
     """All variables of built layers that belong to this rank alone; ValueError for others."""
     if layers is None:
         return []
-    if isinstance(layers, keras.layers.Layer):
-        layers = [layers]
-    layers = list(layers)
+    layers = list(layers) if isinstance(layers, Iterable) else [layers]
     for layer in layers:
         if not isinstance(layer, keras.layers.Layer):
             raise ValueError(f"local_layers has {layer!r}, expected layers of Keras.")

@@ -1,5 +1,6 @@
 """The passes over sources of ``hvd.data.shard``, and what the ranks compare of them."""
 
+import contextlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -174,12 +175,13 @@ def check_source(rows: Source, given: str, is_unshuffled: bool, process_set: Pro
             "another batch_size, uneven='share' (needs a row for each rank) or 'pad' (needs y)."
         )
     # In another order, other rows are left out in each epoch; but never as many as ranks.
-    is_told = is_unshuffled or rows.left_out >= split.size
+    ranks = process_set.size()  # with a batch size for each, split.size counts shares
+    is_told = is_unshuffled or rows.left_out >= ranks
     if rows.left_out and split.uneven != "trim" and is_told and not split.rank:
         log.logger.warning(
             "hvd.data.shard leaves out %s of %s rows, so that all %s ranks get the same number. "
             "uneven='pad' includes them, with sample weights (evaluation=True: for validation).",
-            *(rows.left_out, rows.length, split.size),
+            *(rows.left_out, rows.length, ranks),
         )
     if split.uneven == "pad" and keras.utils.unpack_x_y_sample_weight(rows.spec)[1] is None:
         raise ValueError(
@@ -199,13 +201,14 @@ def steps(
             raise ValueError(f"{uneven=}, expected 'trim' or 'error'.")
         is_batches = isinstance(source, PyDataset)
         steps = reading.number_of_batches(source) if is_batches else length(source)
-        try:
-            return None if steps is None else int(steps)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"got {type(source).__name__}, expected a number of steps, {kinds} or a "
-                "keras.utils.PyDataset."
-            ) from error
+        if steps is None:
+            return None
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            if (whole := int(steps)) == steps:
+                return whole
+        raise ValueError(
+            f"got {source!r:.60}, expected a number of steps, {kinds} or a keras.utils.PyDataset."
+        )
 
     mine = agree.on_all_ranks("hvd.data.agree_on_steps", look, process_set)
     gathered = agree.gather_json("hvd.data.agree_on_steps numbers", mine, process_set)

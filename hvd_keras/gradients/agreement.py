@@ -52,6 +52,8 @@ class ExchangeOptions:
                 f"compression is {self.compression!r}, expected hvd.Compression.none, .fp16 or "
                 ".bf16, or a class derived from hvd.Compressor."
             )
+        if self.compression is Compression.int8:
+            self.compression.compress(None)  # raises
 
     def scale_local(self, gradient: Any, is_divided: bool = False) -> Any:
         """Scale a gradient that stays on this rank."""

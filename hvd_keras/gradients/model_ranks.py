@@ -83,6 +83,9 @@ def averages_rows_of(model: Any) -> bool:
 #: This rank, of several, trains models without a distributed optimizer alone.
 alone = contextvars.ContextVar("inside hvd.local_fit", default=False)
 
+#: A ``fit`` runs whose model no other rank trains.
+fits_alone = contextvars.ContextVar("a fit of one rank is running", default=False)
+
 #: The ranks on which a callback of hvd_keras takes part in a model's training.
 together: weakref.WeakKeyDictionary[Any, ProcessSet] = weakref.WeakKeyDictionary()
 

@@ -256,6 +256,7 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
             count = inputs.nrows()
             place = inputs.value_rowids()
             weight = self._weights(inputs.flat_values)
+            rows = tf.cast(rows, weight.dtype)
             total = tf.math.unsorted_segment_sum(rows * weight[:, tf.newaxis], place, count)
             return self._divided(total, tf.math.unsorted_segment_sum(weight, place, count))
         ids = tf.convert_to_tensor(inputs)
@@ -264,21 +265,22 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
             return rows
         # [..., ids, dim] times [..., ids, 1], summed over the ids.
         weight = self._weights(ids)
-        total = tf.reduce_sum(rows * weight[..., tf.newaxis], axis=-2)
+        total = tf.reduce_sum(tf.cast(rows, weight.dtype) * weight[..., tf.newaxis], axis=-2)
         return self._divided(total, tf.reduce_sum(weight, axis=-1))
 
     def _weights(self, ids: tf.Tensor) -> tf.Tensor:
-        """1 for each id that counts, otherwise 0."""
+        """1 for each id that counts, otherwise 0; not in half precision, which counts to 256."""
+        dtype = tf.float64 if self.compute_dtype == "float64" else tf.float32
         if self.mask_zero:
-            return tf.cast(tf.not_equal(ids, 0), self.compute_dtype)
-        return tf.ones_like(ids, self.compute_dtype)
+            return tf.cast(tf.not_equal(ids, 0), dtype)
+        return tf.ones_like(ids, dtype)
 
     def _divided(self, total: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
-        if self.combiner == "sum":
-            return total
-        count = tf.maximum(count, 1)  # no ids: 0 / 1
-        divisor = tf.sqrt(count) if self.combiner == "sqrtn" else count
-        return total / divisor[..., tf.newaxis]
+        if self.combiner != "sum":
+            count = tf.maximum(count, 1)  # no ids: 0 / 1
+            divisor = tf.sqrt(count) if self.combiner == "sqrtn" else count
+            total /= divisor[..., tf.newaxis]
+        return tf.cast(total, self.compute_dtype)
 
     def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
         """Which ids are not 0, with ``mask_zero`` and without ``combiner``."""
@@ -307,6 +309,8 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
         Raises:
             ValueError: the shape is another, or the layer is not built.
         """
+        if not self.built:
+            raise ValueError(f"{self.name}: set_table needs a built layer. Call it once before.")
         expected = self.input_dim, self.output_dim
         if tuple(table.shape) != expected:
             raise ValueError(

@@ -90,7 +90,7 @@ def allreduce(
             ``Product``, or ``Adasum`` (floating-point tensors only; Maleki et al., 2020,
             https://arxiv.org/abs/2006.02924), which adds vectors that are orthogonal and averages
             those that are parallel, pair by pair of neighbouring ranks; it has no gradient.
-        prescale_factor: multiplies every rank's tensor first.
+        prescale_factor: multiplies every rank's tensor, as it was sent, before the reduction.
         postscale_factor: multiplies the result.
         name: identifies the call on all ranks; only needed if calls have no fixed order.
         process_set: the ranks that take part; all of them must make the call.
@@ -146,6 +146,7 @@ def grouped_allreduce(
     _has_reduced |= not _own.get()
     validate.check("allreduce", process_set)
     name = validate.name("allreduce", name, process_set)
+    tensors = list(tensors)
     only_slices = bool(tensors) and all(isinstance(x, tf.IndexedSlices) for x in tensors)
     request = ("allgather", f"{name}.slices") if only_slices else ("allreduce", name)
     with validate.on_all_ranks(*request, process_set):
@@ -238,7 +239,7 @@ def _allreduce_dense(
     reduced = validate.raw.hvd_allreduce(
         scaled(tensors, prescale),
         reduction=reduction.value,
-        note=f"prescale_factor={prescale!r} postscale_factor={postscale!r}",
+        note=f"prescale_factor={float(prescale)!r} postscale_factor={float(postscale)!r}",
         **call,
     )
     return scaled(list(reduced), postscale)

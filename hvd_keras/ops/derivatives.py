@@ -4,6 +4,7 @@ Each is the derivative of the sum of the losses of the process set's ranks with 
 rank's input (docs/design.md, "Gradients of the collectives").
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -25,7 +26,33 @@ def _set_of(op: Any) -> process_sets.ProcessSet:
     return process_sets.of_id(op.get_attr("process_set"))
 
 
+class _Floats:
+    """What an op has of floating-point tensors; others, such as indices, have no gradient."""
+
+    def __init__(self, op: Any) -> None:
+        self.get_attr = op.get_attr
+        self.places = [i for i, x in enumerate(op.inputs) if x.dtype.is_floating]
+        self.inputs = [op.inputs[i] for i in self.places]
+        self.outputs = [op.outputs[i] for i in self.places]
+
+
+def _of_floats(gradient: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Exchange the gradients of floating-point tensors alone."""
+
+    def of_all(op: Any, *upstream: Any) -> list[Any]:
+        floats = _Floats(op)
+        found: list[Any] = [None] * len(upstream)
+        if floats.places:
+            results = gradient(floats, *(upstream[i] for i in floats.places))
+            for place, result in zip(floats.places, results, strict=True):
+                found[place] = result
+        return found
+
+    return of_all
+
+
 @tf.RegisterGradient("HvdAllreduce")  # type: ignore[untyped-decorator]
+@_of_floats
 def _allreduce(op: Any, *upstream: Any) -> list[Any]:
     reduction = ReduceOp(op.get_attr("reduction").decode())
     if reduction is Adasum:
@@ -85,6 +112,7 @@ def _product_weights(op: Any) -> list[tf.Tensor]:
 
 
 @tf.RegisterGradient("HvdAllgather")  # type: ignore[untyped-decorator]
+@_of_floats
 def _allgather(op: Any, *upstream: Any) -> list[tf.Tensor]:
     total = raw.hvd_allreduce(upstream, reduction=Sum.value, **_call(op))
     shapes = [tf.shape(x, tf.int64) for x in op.inputs]
@@ -102,6 +130,7 @@ def _allgather(op: Any, *upstream: Any) -> list[tf.Tensor]:
 
 
 @tf.RegisterGradient("HvdBroadcast")  # type: ignore[untyped-decorator]
+@_of_floats
 def _broadcast(op: Any, *upstream: Any) -> list[tf.Tensor]:
     total = list(raw.hvd_allreduce(upstream, reduction=Sum.value, **_call(op)))
     if rank_info.rank() == op.get_attr("root_rank"):
@@ -119,6 +148,7 @@ def _alltoall(op: Any, upstream: Any, _: Any) -> list[Any]:
 
 
 @tf.RegisterGradient("HvdReducescatter")  # type: ignore[untyped-decorator]
+@_of_floats
 def _reducescatter(op: Any, *upstream: Any) -> list[tf.Tensor]:
     factor = float(op.get_attr("prescale_factor")) * float(op.get_attr("postscale_factor"))
     if ReduceOp(op.get_attr("reduction").decode()) is Average:

@@ -55,7 +55,8 @@ def grouped_allgather(
     """
     del ignore_name_scope
     validate.check("allgather", process_set)
-    if len(tensors) == 0:
+    tensors = list(tensors)
+    if not tensors:
         return []
     name = validate.name("allgather", name, process_set)
     with validate.on_all_ranks("allgather", name, process_set):
@@ -105,7 +106,7 @@ def grouped_broadcast(
         process_set.check_root(root_rank)
     return list(
         validate.raw.hvd_broadcast(
-            checked, tensor_name=name, root_rank=root_rank, process_set=process_set.id()
+            checked, tensor_name=name, root_rank=int(root_rank), process_set=process_set.id()
         )
     )
 
@@ -146,7 +147,10 @@ def alltoall(
         if splits is None:  # rows that do not divide are an error of the op, on every rank
             rows = tf.fill([size], tf.shape(tensor, tf.int64)[0] // size)
         else:
-            rows = tf.cast(tf.convert_to_tensor(splits), tf.int64)
+            rows = tf.convert_to_tensor(splits)
+            if not rows.dtype.is_integer:
+                raise TypeError(f"hvd.alltoall: splits are {rows.dtype.name}, expected integers.")
+            rows = tf.cast(rows, tf.int64)
     received, received_splits = validate.raw.hvd_alltoall(
         tensor,
         rows,

@@ -70,7 +70,8 @@ def grouped_reducescatter(
     """
     del ignore_name_scope
     validate.check("reducescatter", process_set)
-    if len(tensors) == 0:
+    tensors = list(tensors)
+    if not tensors:
         return []
     name = validate.name("reducescatter", name, process_set)
     with validate.on_all_ranks("reducescatter", name, process_set):

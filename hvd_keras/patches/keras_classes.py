@@ -19,7 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.gradients import model_ranks, shards, specs
+from hvd_keras.gradients import missing_calls, model_ranks, shards, specs
 from hvd_keras.runtime import agree, rank_info
 from hvd_keras.runtime.keras import innermost, keras
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
@@ -93,7 +93,8 @@ _sets: weakref.WeakKeyDictionary[Any, ProcessSet] = weakref.WeakKeyDictionary()
 
 def _process_set(layer: Any) -> ProcessSet | None:
     """Return the ranks over which a layer computes moments; None if it is this rank alone."""
-    if not rank_info.is_initialized():
+    is_alone = model_ranks.alone.get() and not missing_calls.in_fit.get()
+    if not rank_info.is_initialized() or is_alone or model_ranks.fits_alone.get():
         return None
     process_set = _sets.get(layer, global_process_set)
     return process_set if process_set.size() > 1 else None
@@ -124,6 +125,7 @@ def _global_moments(
     gathered = ops.allgather(mine[tf.newaxis], name=name, process_set=process_set)
     size = (tf.shape(mine)[0] - 1) // 2  # channels; gathered is [ranks, 1 + 2·channels]
     weights = gathered[:, :1] / tf.reduce_sum(gathered[:, :1])
+    gathered = tf.where(weights > 0, gathered, 0)  # without samples moments are NaN
     means, variances = gathered[:, 1 : 1 + size], gathered[:, 1 + size :]
     total_mean = tf.reduce_sum(weights * means, axis=0)
     deviations = tf.math.squared_difference(means, total_mean)

@@ -42,6 +42,8 @@ def fit(
         callbacks = flat(bound.arguments.get("callbacks"))
         defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
         own = _begun(backend, model, callbacks, defaults | bound.arguments)
+        is_alone = own is None and bool(_process_set(model, callbacks) or model_ranks.alone.get())
+        stack.enter_context(agree.within(model_ranks.fits_alone, is_alone))
         if model.built:
             missing_calls.forget_reduced(model.trainable_variables)
         if bound.arguments.get("class_weight") is not None:

@@ -32,7 +32,7 @@ def broadcast_object(
 
     Raises:
         ValueError: ``root_rank`` or this rank is not in the process set.
-        TypeError: the object cannot be serialised; other ranks get a
+        TypeError: no rank can serialise its object. If only some cannot, all ranks get a
             ``tf.errors.FailedPreconditionError``.
         tf.errors.AbortedError: a rank has left the job.
     """
@@ -100,7 +100,7 @@ def allgather_object(
 
     Raises:
         ValueError: this rank is not in the process set.
-        TypeError: the object cannot be serialised; other ranks get a
+        TypeError: no rank can serialise its object. If only some cannot, all ranks get a
             ``tf.errors.FailedPreconditionError``.
         tf.errors.AbortedError: a rank has left the job.
     """

@@ -1,6 +1,7 @@
 """Process sets: subsets of the ranks with their own collectives."""
 
 import ctypes
+import numbers
 import operator
 import os
 from collections.abc import Iterable
@@ -95,7 +96,7 @@ class ProcessSet:
 
     def check_root(self, root_rank: int) -> None:
         """Raise ValueError if a root is not one of the ranks that take part."""
-        if not isinstance(root_rank, int) or root_rank not in self.ranks:
+        if not isinstance(root_rank, numbers.Integral) or root_rank not in self.ranks:
             raise ValueError(
                 f"root_rank is {root_rank!r}, expected one of the ranks that take part: "
                 f"{self.text()}."

@@ -254,7 +254,9 @@ def _numeric(logs: dict[str, Any]) -> dict[str, Any]:
         if value is None:  # NumPy would make it NaN
             continue
         try:
-            numeric[key] = np.asarray(value, "float64").tolist()
+            array = np.asarray(value)
+            if array.dtype.kind not in "bOSU":  # yes or no, and text, which may look like a number
+                numeric[key] = array.astype("float64").tolist()
         except (TypeError, ValueError):
             continue
     return numeric

@@ -108,6 +108,7 @@ def broadcast_preprocessing(
             lookup.adapt(words)
         hvd.broadcast_preprocessing(lookup)
     """
+    process_set.check_root(root_rank)
     if process_set.size() == 1:
         return
     layers = layers if isinstance(layers, list | tuple) else [layers]
@@ -217,24 +218,29 @@ def _learns(layer: Any) -> bool:
 def _learnt(layer: Any) -> Any:
     """Return the state from ``adapt``; None if the layer was not adapted."""
     if hasattr(layer, "get_vocabulary"):
-        return layer.get_vocabulary(), _idf_weights(layer)
+        if not layer.get_vocabulary(include_special_tokens=False):
+            return None
+        vocabulary, weights = layer.get_vocabulary(), _idf_weights(layer)
+        # Which pad_to_max_tokens has made longer.
+        return vocabulary, None if weights is None else weights[: len(vocabulary)]
     if isinstance(layer, keras.layers.Discretization):
         return _plain(layer.bin_boundaries)
     if isinstance(layer, keras.layers.Normalization):
         if layer.input_mean is not None or not layer.built:
             return None
         return layer._build_input_shape, layer.adapt_mean.numpy(), layer.adapt_variance.numpy()
-    return layer._is_adapted
+    return layer._is_adapted or None
 
 
 def _learn(layer: Any, learnt: Any) -> None:
     """Take over the state that ``_learnt`` returned on another rank."""
+    mine = _learnt(layer)
     if learnt is None:
-        return
-    if hasattr(layer, "get_vocabulary"):
+        if mine is not None:
+            raise ValueError(f"{layer.name} is adapted here, but not on the root: adapt it there.")
+    elif hasattr(layer, "get_vocabulary"):
         vocabulary, weights = learnt
-        mine = _learnt(layer)
-        if mine[0] != vocabulary or _differ(mine[1], weights):
+        if mine is None or mine[0] != vocabulary or _differ(mine[1], weights):
             layer.set_vocabulary(vocabulary, weights)
     elif isinstance(layer, keras.layers.Discretization):
         layer.bin_boundaries = learnt

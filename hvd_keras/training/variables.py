@@ -181,7 +181,18 @@ def global_seed_states() -> list[Any]:
         return []
     home = importlib.import_module("keras.src.random.seed_generator")
     require(home, "global_seed_generator", "to give each rank its own randomness")
-    return [home.global_seed_generator().state, *own_generators]
+    return [home.global_seed_generator().state]
+
+
+def global_seeds() -> list[list[int]]:
+    """Return the values of ``global_seed_states``, for files."""
+    return [np.asarray(state).tolist() for state in global_seed_states()]
+
+
+def set_global_seeds(values: list[list[int]]) -> None:
+    """Set what ``global_seeds`` returned."""
+    for state, value in zip(global_seed_states(), values, strict=True):
+        state.assign(np.array(value, agree.numpy_dtype(state.dtype)))
 
 
 #: The states of a backend's own generators, which ``keras.random`` does not use.

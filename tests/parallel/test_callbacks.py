@@ -117,11 +117,24 @@ def test_dropout_masks_differ_by_rank_and_repeat_in_a_rerun() -> None:
     np.testing.assert_array_equal(everyone[0], alone(np.ones((4, 50)), training=True))
 
 
+def test_the_generator_of_keras_random_has_the_roots_seed() -> None:
+    def drawn(seed: int) -> list[float]:
+        keras.utils.set_random_seed(seed if RANK == 0 else seed + RANK * seed)
+        masks()
+        return agree.gather_json("drawn", float(keras.random.normal(())))
+
+    first = drawn(10)
+    assert len(set(first)) == SIZE
+    assert drawn(11) != first
+    keras.utils.set_random_seed(99 + RANK)
+    assert drawn(10) == first
+
+
 def test_metrics_are_averaged_for_the_callbacks_behind() -> None:
     class Log(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             logs["mine"] = 10.0 * RANK + epoch
-            logs["text"] = "not a number"
+            logs |= {"text": "not a number", "run": "20240101", "best": RANK == 0}
 
     seen = []
     read = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(dict(logs)))
@@ -130,6 +143,8 @@ def test_metrics_are_averaged_for_the_callbacks_behind() -> None:
     mean = np.mean([10.0 * r for r in range(SIZE)])
     assert [logs["mine"] for logs in seen] == [mean, mean + 1]
     assert history["mine"] == [mean, mean + 1]
+    assert seen[0]["run"] == "20240101"
+    assert seen[0]["best"] is (RANK == 0)
     losses = agree.gather_json("losses", history["loss"])
     assert all(loss == losses[0] for loss in losses)
 

@@ -332,6 +332,10 @@ def test_ids_of_all_kinds(shard) -> None:
         options = {"shard": shard, "combiner": combiner, "weights": table}
         combined = hvd.layers.Embedding(ROWS, COLUMNS, **options)(ragged).numpy()
         np.testing.assert_allclose(combined, [expected, 0 * expected, table[RANK]], rtol=1e-5)
+    options = {"shard": shard, "combiner": "mean", "dtype": "mixed_bfloat16"}
+    coarse = hvd.layers.Embedding(ROWS, COLUMNS, weights=table, **options)
+    for many in tf.fill([2, 1000], 3), tf.RaggedTensor.from_row_lengths(tf.fill([900], 3), [900]):
+        np.testing.assert_allclose(coarse(many)[0], table[3], rtol=0.01)
     with pytest.raises(TypeError, match=r"sparse tensor, expected a dense or ragged tensor"):
         layer.call(tf.sparse.from_dense(ids))
 

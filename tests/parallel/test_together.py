@@ -212,6 +212,34 @@ def test_a_step_without_exchange_raises() -> None:
         one_step(hvd.DistributedOptimizer(optimizer))
 
 
+@pytest.mark.parametrize("alone", ["local_fit", "loop in local_fit", "a set of one rank"])
+def test_batch_normalisation_of_a_rank_that_trains_alone(alone: str) -> None:
+    """Even if it is synchronized, which it is on all ranks otherwise."""
+    x = np.arange(4.0)[:, None] + 100 * RANK
+    layer = keras.layers.BatchNormalization(synchronized=True, momentum=0.0)
+    model = keras.Sequential([keras.Input((1,)), layer])
+    if alone == "a set of one rank":
+        sets = [hvd.add_process_set([rank]) for rank in range(SIZE)]
+        model.compile(hvd.DistributedOptimizer("sgd", process_set=sets[RANK]), "mse")
+        model.fit(x, x, verbose=0)
+        for one in sets:
+            hvd.remove_process_set(one)
+    else:
+        model.compile("sgd", "mse")
+        with hvd.local_fit():
+            model.fit(x, x, verbose=0) if alone == "local_fit" else layer(x, training=True)
+    np.testing.assert_allclose(layer.moving_mean, [1.5 + 100 * RANK], rtol=1e-6)
+    np.testing.assert_allclose(layer.moving_variance, [1.25], rtol=1e-4)
+
+
+def test_batch_normalisation_where_a_rank_has_no_rows() -> None:
+    x = np.arange(3.0, dtype="float32")[: 3 * (RANK == 0), None]
+    layer = hvd.SyncBatchNormalization(momentum=0.0)
+    outputs = layer(x, training=True)
+    assert np.isfinite(outputs).all()
+    np.testing.assert_allclose(layer.moving_variance, [2 / 3], rtol=1e-4)
+
+
 @pytest.mark.ranks(3)
 def test_process_sets_train_and_write_by_themselves(directory) -> None:
     """All ranks but the first train together; meanwhile the first one trains alone."""

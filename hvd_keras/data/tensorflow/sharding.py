@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras.data import sources
+from hvd_keras.data import reading, sources
 from hvd_keras.data.reading import Source
 from hvd_keras.data.row_files import Opened, Rows, is_row_source, opened
 from hvd_keras.data.row_files import files as files
@@ -69,11 +69,12 @@ def shard(
             ``hvd.callbacks.Checkpoint`` sets it by itself.
         uneven: what to do with an incomplete last step. "share" divides its rows equally among the
             ranks, like the short last batch of one process, and leaves out a remainder of fewer
-            rows than ranks. "pad" leaves nothing out: batches become ``(x, y, sample_weight)``, the
-            last step is filled with copies of weight 0, and the weights of its real rows are
-            scaled, so that gradients and loss are those of one process with the short batch. "trim"
-            drops the step. "error" raises. Default: "share"; but "trim" for a dataset that was
-            batched with ``drop_remainder=True``, so that all batches keep its static size.
+            rows than ranks; with a list of batch sizes perhaps the step, with a warning. "pad"
+            leaves nothing out: batches become ``(x, y, sample_weight)``, the last step is filled
+            with copies of weight 0, and the weights of its real rows are scaled, so that gradients
+            and loss are those of one process with the short batch. "trim" drops the step. "error"
+            raises. Default: "share"; but "trim" for a dataset that was batched with
+            ``drop_remainder=True``, so that all batches keep its static size.
         evaluation: "pad" scales all rows alike, for the mean over the whole pass: then the mean of
             the ranks' ``evaluate`` losses is that of one process.
         process_set: the ranks that train together.
@@ -253,7 +254,7 @@ def _open(
 ) -> Source:
     parts = tf.nest.flatten(source) if isinstance(source, tuple | list | dict) else [source]
     if any(isinstance(part, tf.RaggedTensor | tf.SparseTensor) for part in parts):
-        source = tf.data.Dataset.from_tensor_slices(source)
+        source = tf.data.Dataset.from_tensor_slices(tf.nest.map_structure(_as_in_fit, source))
     if split.parts != 1 and isinstance(source, tf.data.Dataset | PyDataset):
         raise ValueError(
             f"batch_size is a list, and the source is a {type(source).__name__}; expected arrays, "
@@ -281,6 +282,13 @@ def _open(
         rows = Opened(Rows(source))
         return arrays.numbered_rows_source(rows, batch_size, shuffle, seed, split)
     return arrays.arrays_source(source, batch_size, everything, seed, split)
+
+
+def _as_in_fit(part: Any) -> Any:
+    """Return a part of rows, perhaps ragged or sparse, as ``fit`` casts and shapes it."""
+    if not isinstance(part, tf.RaggedTensor | tf.SparseTensor):
+        return reading.as_fit_casts(*reading.parts_of([part], tf.nest.flatten))
+    return tf.cast(part, keras.backend.floatx()) if part.dtype.is_floating else part
 
 
 def _weigh(data: Any, factors: Any) -> Any:

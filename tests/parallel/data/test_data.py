@@ -313,6 +313,8 @@ def test_tensors_dicts_ragged_tensors_and_strings_are_sources() -> None:
     for rows, target in data.shard((ragged, y), batch_size=BATCH):
         assert rows.to_list() == tf.gather(ragged, -target).to_list()
         seen += (-target).numpy().tolist()
+    of_doubles = data.shard((tf.cast(ragged, tf.float64), y / 2.0), batch_size=BATCH)
+    assert [spec.dtype for spec in of_doubles.element_spec] == [tf.float32] * 2
     everyone = agree.gather_json("ragged", seen)
     assert sorted(row for of_rank in everyone for row in of_rank) == list(range(LENGTH))
     uneven_rows = np.array([[1], [2, 3]], dtype=object)
@@ -422,7 +424,9 @@ def test_steps_of_ranks_with_data_of_their_own() -> None:
     text = error_of(data.agree_on_steps, 0 if last else 5)
     assert "a rank has no data" in text
     assert f"rank {SIZE - 1}: 0" in text
-    assert "got list, expected a number" in error_of(data.agree_on_steps, [] if last else 5)
+    for wrong in [], "3", 3.5, float("inf"):
+        text = error_of(data.agree_on_steps, wrong if last else 5)
+        assert f"got {wrong!r}, expected a number" in text
     assert "expected 'trim'" in error_of(data.agree_on_steps, 5, uneven="pad")
     if SIZE > 1:
         text = error_of(data.agree_on_steps, 5 + RANK, uneven="error")

@@ -134,7 +134,8 @@ def test_layers_inside_of_models_are_found() -> None:
 def test_what_the_root_has_learnt_is_given_to_all() -> None:
     root = SIZE - 1
     lookup, ints = keras.layers.StringLookup(), keras.layers.IntegerLookup()
-    vectorization = keras.layers.TextVectorization(output_mode="tf_idf")
+    longer = {"max_tokens": 6, "pad_to_max_tokens": True}
+    vectorization = keras.layers.TextVectorization(output_mode="tf_idf", **longer)
     bins, norm = keras.layers.Discretization(num_bins=3), keras.layers.Normalization()
     if root == RANK:
         lookup.adapt(OTHER)
@@ -153,6 +154,16 @@ def test_what_the_root_has_learnt_is_given_to_all() -> None:
         values = on_all_ranks(value)
         assert set(values) == {values[0]}
         assert np.any(np.asarray(value) != 0)
+
+
+@pytest.mark.parametrize("kind", ["StringLookup", "Normalization", "Discretization"])
+def test_a_root_that_has_learnt_nothing_is_refused(kind: str) -> None:
+    layer = keras.layers.Discretization(num_bins=3) if kind == "Discretization" else None
+    layer = layer or getattr(keras.layers, kind)()
+    if RANK == SIZE - 1:
+        layer.adapt(OTHER if kind == "StringLookup" else share())
+    with pytest.raises(ValueError, match=r"is adapted here, but not on the root: adapt it there"):
+        hvd.broadcast_preprocessing(layer)
 
 
 @several

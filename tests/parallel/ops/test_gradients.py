@@ -218,6 +218,32 @@ def test_two_ways_to_write_a_sum_have_one_gradient() -> None:
     np.testing.assert_allclose(tape.gradient(gathered, x), tape.gradient(reduced, x))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_is_no_floating_point_has_none(compiled: bool) -> None:
+    """Indices of slices, and tensors of other dtypes in the same request."""
+    x, number = tf.Variable(point(RANK, (3, 1))), tf.constant([RANK + 1])
+
+    def gradients():
+        results = []
+        for collective in (
+            lambda: hvd.allreduce(tf.IndexedSlices(x * 1.0, tf.range(3) + RANK)).values,
+            lambda: hvd.grouped_allgather([number, x])[1],
+            lambda: hvd.grouped_allreduce([number > 1, x], op=hvd.Max)[1],
+            lambda: hvd.grouped_allreduce([number, x], op=hvd.Product)[1],
+        ):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(collective() * 2.0)
+            results.append(tf.convert_to_tensor(tape.gradient(loss, x)))
+        return results
+
+    slices, gathered, largest, product = tf.function(gradients)() if compiled else gradients()
+    every = np.stack([point(rank, (3, 1)) for rank in range(SIZE)])
+    np.testing.assert_allclose(slices, np.full((3, 1), 2.0))
+    np.testing.assert_allclose(gathered, np.full((3, 1), 2.0 * SIZE))
+    np.testing.assert_allclose(largest, 2.0 * SIZE * (every[RANK] == every.max(0)))
+    np.testing.assert_allclose(product, 2.0 * SIZE * every.prod(0) / every[RANK])
+
+
 def test_adasum_has_none_and_says_so() -> None:
     x = tf.Variable([1.0, 2.0])
     with tf.GradientTape() as tape:

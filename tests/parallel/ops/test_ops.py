@@ -53,6 +53,22 @@ def test_all_ranks_hold_the_same_bits() -> None:
     np.testing.assert_allclose(result, np.mean(terms, axis=0), rtol=1e-5, atol=1e-6)
 
 
+def test_numbers_and_lists_may_be_of_any_kind() -> None:
+    """Such as NumPy's, other ones on each rank, and generators."""
+    mine = [tf.constant([float(RANK + i)]) for i in range(3)]
+    for several in (
+        hvd.grouped_allreduce(iter(mine), op=hvd.Max),
+        tf.function(lambda: hvd.grouped_allreduce((x for x in mine), op=hvd.Max))(),
+        hvd.grouped_allgather(iter(mine)),
+    ):
+        assert [float(tf.reduce_max(one)) for one in several] == [SIZE - 1.0 + i for i in range(3)]
+    factor = 2 if RANK == 0 else np.float64(2.0)
+    assert hvd.allreduce(mine[0], op=hvd.Max, prescale_factor=factor) == 2.0 * (SIZE - 1)
+    assert hvd.broadcast(mine[0], np.int64(SIZE - 1)) == SIZE - 1.0
+    with pytest.raises(Exception, match="splits are float32, expected integers"):
+        hvd.alltoall(tf.ones(SIZE), splits=[1.0] * SIZE)
+
+
 @pytest.mark.parametrize("op", ["Average", "Sum", "Max", "Product"])
 def test_scale_factors(op: str) -> None:
     combine = {"Average": np.mean, "Sum": np.sum, "Max": np.max, "Product": np.prod}[op]

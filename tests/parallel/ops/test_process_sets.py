@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
+from hvd_keras.runtime import process_sets
 
 RANK, SIZE = hvd.rank(), hvd.size()
 
@@ -122,6 +123,14 @@ def test_sets_that_differ_are_refused_on_all_ranks() -> None:
     with pytest.raises(ValueError, match="has the same ranks"):
         hvd.add_process_set(range(SIZE))
     assert hvd.allreduce(1.0, op=hvd.Sum) == SIZE
+
+
+def test_a_list_twice_makes_one_set() -> None:
+    last = [SIZE - 1]
+    before = len(process_sets.added())
+    hvd.init(process_sets=[last, last])
+    (made,) = process_sets.added()[before:]
+    hvd.remove_process_set(made)
 
 
 def test_sets_come_and_go() -> None:

@@ -229,6 +229,23 @@ def test_random_generators_of_python_and_numpy_go_on(directory) -> None:
     assert (random.random(), np.random.random()) == expected
 
 
+def test_the_generator_of_keras_random_goes_on(directory) -> None:
+    class Noise(keras.layers.Layer):
+        def call(self, x, training=False):
+            return x + keras.random.normal(keras.ops.shape(x)) if training else x
+
+    def trained(epochs: int, *callbacks) -> keras.Model:
+        keras.utils.set_random_seed(1)
+        net = keras.Sequential([keras.Input((5,)), Noise(), keras.layers.Dense(1)])
+        net.compile(optimizer=hvd.DistributedOptimizer(adam()), loss="mse")
+        train(net, *callbacks, epochs=epochs)
+        return net
+
+    undisturbed = trained(2, None)
+    trained(1, hvd.callbacks.Checkpoint(directory))
+    assert_same_state(trained(2, hvd.callbacks.Checkpoint(directory)), undisturbed)
+
+
 def test_variables_that_numpy_does_not_know_and_local_ones(directory) -> None:
     """bfloat16 weights, and a layer whose weights differ by rank."""
 
