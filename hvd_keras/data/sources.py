@@ -1,6 +1,7 @@
 """The passes over sources of ``hvd.data.shard``, and what the ranks compare of them."""
 
 import contextlib
+import numbers
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -126,12 +127,15 @@ def check_arguments(
     batch_size: int | None, shuffle: int | None, seed: int, start_epoch: int, uneven: str | None
 ) -> None:
     """Raise ValueError if arguments of ``shard`` are impossible."""
-    if min(shuffle or 0, seed, start_epoch) < 0:
-        raise ValueError(f"{shuffle=}, {seed=}, {start_epoch=}, expected 0 or more.")
+    given = shuffle or 0, seed, start_epoch
+    if not all(isinstance(number, numbers.Integral) for number in given) or min(given) < 0:
+        raise ValueError(f"{shuffle=}, {seed=}, {start_epoch=}, expected integers of 0 or more.")
     if uneven not in (None, *MODES):
         raise ValueError(f"{uneven=}, expected one of {', '.join(map(repr, MODES))}.")
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"{batch_size=}, expected 1 or more rows per rank and step.")
+    if batch_size is None:
+        return
+    if not isinstance(batch_size, numbers.Integral) or batch_size < 1:
+        raise ValueError(f"{batch_size=}, expected an integer: rows per rank and step, 1 or more.")
 
 
 _TENSOR_SPEC = re.compile(r"TensorSpec\(shape=(\(.*?\)), dtype=tf.(\w+), name=None\)")

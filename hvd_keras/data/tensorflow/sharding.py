@@ -3,6 +3,7 @@
 import importlib
 import math
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 from typing import Any
 
 import tensorflow as tf
@@ -219,7 +220,7 @@ def _split(
     rank, ranks = process_set.rank(), process_set.size()
     if not isinstance(batch_size, list | tuple):
         return batch_size, Split(rank, ranks, mode, evaluation)  # type: ignore[return-value]
-    if len(batch_size) != ranks or not all(isinstance(n, int) and n > 0 for n in batch_size):
+    if len(batch_size) != ranks or not all(isinstance(n, Integral) and n > 0 for n in batch_size):
         raise ValueError(
             f"{batch_size=}, expected {ranks} numbers of 1 or more, one for each rank."
         )

@@ -280,6 +280,11 @@ def test_sources_that_cannot_be_used_are_errors_on_all_ranks() -> None:
         data.shard, numbered(5), batch_size=2, uneven="join"
     )
     assert "start_epoch=-1" in error_of(data.shard, numbered(5), batch_size=2, start_epoch=-1)
+    assert "seed=1.5" in error_of(data.shard, numbered(5), batch_size=2, seed=1.5)
+    for size in "2", 2.0:
+        assert f"batch_size={size!r}, expected an i" in error_of(
+            data.shard, numbered(5), batch_size=size
+        )
     assert "0 batches" in error_of(data.shard, Batches(*numbered(0)))
 
 
