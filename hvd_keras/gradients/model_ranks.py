@@ -46,9 +46,9 @@ def optimizers_of(model: Any) -> list[Any]:
     values: list[Any] = [getattr(model, "optimizer", None)]
     for value in list(vars(model).values()):
         if isinstance(value, dict):
-            values += value.values()
+            values.extend(value.values())
         elif isinstance(value, (list, tuple)):
-            values += value
+            values.extend(value)  # += fails with TensorFlow's wrapper of a tuple
         else:
             values.append(value)
     found: dict[int, Any] = {}

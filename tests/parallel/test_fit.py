@@ -1,5 +1,6 @@
 """Options of compile and fit: N ranks train as one process does."""
 
+import collections
 import pathlib
 import re
 import sys
@@ -43,6 +44,22 @@ def assert_equal(alone, together) -> None:
         weights = training.flat(together), training.flat(alone)
         np.testing.assert_allclose(*weights, rtol=1e-4, atol=1e-5)
     training.assert_bit_identical_on_all_ranks(together)
+
+
+def test_outputs_in_a_named_tuple() -> None:
+    """TensorFlow wraps such an attribute of a model, in which optimizers are looked for."""
+    pair = collections.namedtuple("pair", ["one", "other"])
+
+    def make() -> keras.Model:
+        x = keras.Input((5,))
+        return keras.Model(x, pair(keras.layers.Dense(1)(x), keras.layers.Dense(1)(x)))
+
+    def feed(x, y, batch):
+        return {"x": x, "y": pair(x.sum(1), x[:, 0]), "batch_size": batch}
+
+    alone, together = both(make, feed, loss=pair("mse", "mae"))
+    assert_equal(alone, together)
+    assert len(together.predict(np.ones((2, 5)))) == 2
 
 
 def test_two_models_and_optimizers_that_take_turns() -> None:

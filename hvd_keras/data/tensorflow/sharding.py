@@ -220,7 +220,9 @@ def _split(
     rank, ranks = process_set.rank(), process_set.size()
     if not isinstance(batch_size, list | tuple):
         return batch_size, Split(rank, ranks, mode, evaluation)  # type: ignore[return-value]
-    if len(batch_size) != ranks or not all(isinstance(n, Integral) and n > 0 for n in batch_size):
+    if len(batch_size) != ranks or not all(
+        isinstance(n, Integral) and int(n) > 0 for n in batch_size
+    ):
         raise ValueError(
             f"{batch_size=}, expected {ranks} numbers of 1 or more, one for each rank."
         )
