@@ -193,20 +193,21 @@ class Comparison:
         left = tf.raw_ops.ReadVariableOp(resource=self._left, dtype=tf.int64)
 
         def compare() -> tf.Tensor:
-            read = [tf.convert_to_tensor(shards.inner_variable(v)) for v in self._values.variables]
-            left = tf.numpy_function(self._compare, read, tf.int64, name="hvd_keras_compare")
+            # Reads of the handles, after and before which TensorFlow assigns; the values are read
+            # in Python, in parts.
+            handles = [shards.inner_variable(v).handle for v in self._values.variables]
+            with tf.control_dependencies([tf.raw_ops.VariableShape(input=h) for h in handles]):
+                left = tf.numpy_function(self._compare, [], tf.int64, name="hvd_keras_compare")
             tf.raw_ops.AssignVariableOp(resource=self._left, value=left)
             return left
 
         tf.cond(left < 0, compare, lambda: left)
 
-    def _compare(self, *read: np.ndarray[Any, Any]) -> np.int64:
+    def _compare(self) -> np.int64:
         values = self._values
         if values.steps:  # the first one begins to measure
             values.steps = values.next - 1
-        values.given = dict(zip(map(id, values.variables), read, strict=True))
         missing_calls.check_values(values, "step")
-        values.given = {}
         return np.int64(_NEVER if values.reported else values.next - values.steps - 1)
 
     def restart(self) -> None:

@@ -59,7 +59,6 @@ class Values:
     ) -> None:
         self.variables = variables
         self.loop = loop
-        self.given: dict[int, Any] = {}  # values that a graph has read, by the variables' ids
         self.process_set = process_set
         shared = set.intersection(*map(set, callbacks))
         self.is_broadcast = "BroadcastGlobalVariablesCallback" in shared
@@ -97,7 +96,7 @@ class Values:
         that differ from most others, which are equal; no ranks without such a majority.
         """
         # A number for each variable; they travel only if a hash of all differs.
-        mine = [agree.digest(self._read(variable)) for variable in self.variables]
+        mine = [agree.digest(values_of(variable)) for variable in self.variables]
         by_rank = agree.gather_if_different(name, mine, self.process_set)
         if by_rank is None:
             return None
@@ -166,20 +165,15 @@ class Values:
             self.equal_after, self._place = self._round, 0
         return different
 
-    def _read(self, variable: Any, rows: slice | None = None) -> Any:
-        if (values := self.given.get(id(variable))) is None:
-            return values_of(variable, rows)
-        return values if rows is None else values[rows]
-
     def _part(self) -> int:
         # The scalars (rates, counters) each time, the large ones piece by piece in rounds.
         digest = done = 0
         if self._place == 0:
             self._round = self.steps
         for variable in self._scalars:
-            digest = agree.digest(self._read(variable), digest)
+            digest = agree.digest(values_of(variable), digest)
         for variable, part in self._pieces[self._place : self._place + _MOST_PIECES]:
-            piece = self._read(variable, part)
+            piece = values_of(variable, part)
             digest = agree.digest(piece, digest)
             done += piece.nbytes
             self._place += 1
