@@ -215,14 +215,16 @@ if "HVDRUN_JOB" in os.environ:
 EMPTY = f"env -i HOME={pathlib.Path.home()}"
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("size", "wrapper", "told"),
     [
         (2, f"exec {EMPTY}", ""),
         (2, f"{EMPTY} HVDRUN_TELL=$HVDRUN_TELL", ""),
         (1, f"exec {EMPTY}", "[0] size 1\n"),
-        (2, "", "[0] size 1\n[0] size 2\n[1] size 1\n[1] size 2\n"),
+        pytest.param(
+            *(2, "", "[0] size 1\n[0] size 2\n[1] size 1\n[1] size 2\n"), marks=pytest.mark.slow
+        ),
     ],
     ids=["empty", "below a shell", "one rank", "outside"],
 )

@@ -429,6 +429,7 @@ def test_imports_are_kept_between_jobs(hvdrun: Launcher) -> None:
     assert hvdrun.run("-np", "1", script).stdout == "[0] False\n"
 
 
+@pytest.mark.slow
 def test_imports_are_kept_while_they_are_current(hvdrun: Launcher) -> None:
     """They are those of the same environment, and of files that have not changed since."""
     own = hvdrun.folder / "own"

@@ -258,7 +258,7 @@ def test_xla_on_gpus(fake_cuda: dict[str, str]) -> None:
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, 2])
 def test_the_c_api_on_gpus(fake_cuda: dict[str, str], size: int) -> None:
     command = [sys.executable, "-u", "-m", "tests.gpu.c_api"]
     places = os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])
