@@ -6,7 +6,6 @@
 import contextvars
 import dataclasses
 import itertools
-import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -14,11 +13,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.gradients import missing_calls, shards
+from hvd_keras.gradients import shards
 from hvd_keras.gradients.specs import DIFFERENT_STEPS, VariableSpec
-from hvd_keras.gradients.values import Values
 from hvd_keras.ops.reduction import Compression, Compressor
-from hvd_keras.ops.validate import is_compiling
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import has_gpu
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
@@ -164,61 +161,6 @@ def check_step(name: str, steps: Any, process_set: ProcessSet) -> None:
         return zeros[0]
 
     tf.cond(tf.reduce_all(gathered == step), lambda: tf.constant(0.0), fail)
-
-
-#: After ``hvd.join`` the ranks have made different numbers of steps.
-comparisons: weakref.WeakSet["Comparison"] = weakref.WeakSet()
-
-
-class Comparison:
-    """Compares, before some steps of a custom loop, the weights that it trains.
-
-    Not in what XLA compiles, which cannot call Python.
-    """
-
-    def __init__(self, variables: Sequence[Any], process_set: ProcessSet, loop: str) -> None:
-        self._values = Values(variables, process_set, loop=loop)
-        self._left: Any = None  # a counter, in graphs: of the steps until the next comparison
-        comparisons.add(self)
-
-    def step(self) -> None:
-        """Compare in a step, or add that to its graph."""
-        if tf.executing_eagerly():
-            missing_calls.check_values(self._values, "step")
-            return
-        if not tf.inside_function() or is_compiling():
-            return
-        self._left = counter() if self._left is None else self._left
-        tf.raw_ops.AssignSubVariableOp(resource=self._left, value=tf.constant(1, tf.int64))
-        left = tf.raw_ops.ReadVariableOp(resource=self._left, dtype=tf.int64)
-
-        def compare() -> tf.Tensor:
-            # Reads of the handles, after and before which TensorFlow assigns; the values are read
-            # in Python, in parts.
-            handles = [shards.inner_variable(v).handle for v in self._values.variables]
-            with tf.control_dependencies([tf.raw_ops.VariableShape(input=h) for h in handles]):
-                left = tf.numpy_function(self._compare, [], tf.int64, name="hvd_keras_compare")
-            tf.raw_ops.AssignVariableOp(resource=self._left, value=left)
-            return left
-
-        tf.cond(left < 0, compare, lambda: left)
-
-    def _compare(self) -> np.int64:
-        values = self._values
-        if values.steps:  # the first one begins to measure
-            values.steps = values.next - 1
-        missing_calls.check_values(values, "step")
-        return np.int64(_NEVER if values.reported else values.next - values.steps - 1)
-
-    def restart(self) -> None:
-        """Compare as if the loop began; in a graph, at the next step."""
-        if tf.executing_eagerly():
-            self._values.restart()
-        if self._left is not None:
-            tf.raw_ops.AssignVariableOp(resource=self._left, value=tf.constant(0, tf.int64))
-
-
-_NEVER = 1 << 62
 
 
 def kinds_of(gradients: Sequence[Any]) -> tuple[Kind | None, ...]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras.gradients import agreement, missing_calls
+from hvd_keras.gradients import comparison, missing_calls
 from hvd_keras.ops import validate
 from hvd_keras.runtime import rank_info
 
@@ -41,15 +41,16 @@ def join() -> tf.Tensor:
         )
     before = missing_calls.count_requests("allreduce") if accumulating else 0
     last = validate.raw.hvd_join(tensor_name="")
-    for comparison in list(agreement.comparisons):
-        comparison.restart()
+    with tf.control_dependencies([last]):
+        comparison.restart_all()
     if not accumulating or not tf.executing_eagerly():
         return last
     others_went_on = missing_calls.count_requests("allreduce") != before
     for optimizer, then in list(accumulating.items()):
         made = accumulating[optimizer] = int(optimizer._iterations)  # local steps
         every = optimizer.gradient_accumulation_steps
-        if others_went_on and made != then and (steps := made % every):
+        steps = made % every
+        if others_went_on and made != then and steps:
             missing_calls.tell(
                 f"rank {rank_info.rank()} has joined (hvd.join) with the gradients of {steps} of "
                 f"{every} steps that its {type(optimizer).__name__} accumulates. They are lost, so "

@@ -140,7 +140,7 @@ def note_tape(sources: Sequence[Any], gradients: Iterable[Any]) -> None:
     variables = [one for one in sources if hasattr(one, "assign") and one not in _reduced]
     if variables and rank_info.is_initialized() and rank_info.size() > 1:
         if not (_updates_are_checked or model_ranks.alone.get()):
-            _check_at_exit(sum(math.prod(one.shape) for one in variables))
+            _check_at_exit()
         where = _exchanged() if is_eager() else weakref.ref(graph())
         for variable in variables:
             shards.inner_variable(variable)._hvd_tape = where
@@ -149,22 +149,24 @@ def note_tape(sources: Sequence[Any], gradients: Iterable[Any]) -> None:
 _updates_are_checked = False  # or are going to be, at the end of the script
 
 
-def _check_at_exit(gradients: int) -> None:
-    """Tell at the end if the script has exchanged, and let optimizers apply, nothing as large."""
+def _check_at_exit() -> None:
+    """Tell at the end if no tensor was exchanged, nor has an optimizer applied gradients."""
     global _updates_are_checked
     _updates_are_checked = True
-    least = min(_FEW_BYTES, gradients)
     size, is_first = rank_info.size(), rank_info.rank() == 0
-    before, requests = _exchanged(), count_requests()
+    before = count_requests(*(others := ("allgather", "reducescatter", "alltoall")))
 
     @atexit.register
     def check() -> None:
-        if _has_updated or _exchanged() - before >= least * max(1, count_requests() - requests):
+        from hvd_keras import ops
+
+        if _has_updated or ops.has_reduced(arrays=True) or count_requests(*others) != before:
             return
         text = (
             f"each of the {size} ranks has taken gradients by a tf.GradientTape, but they have "
-            "exchanged none, and no optimizer has applied any. If the script assigns what it makes "
-            "of them, each rank has trained a different model: use hvd.DistributedGradientTape."
+            "exchanged none, and no optimizer of Keras has applied any. If the script assigns what "
+            "it makes of them, each rank has trained a different model: use "
+            "hvd.DistributedGradientTape."
         )
         if is_error(parts=False):
             log.fail_at_exit(text)
@@ -349,10 +351,9 @@ def check_values(values: Any, when: str) -> None:
             f"them trains a different model. {_ADD_THE_CALLBACK}"
         )
     else:
-        how = (
-            f"differ after {values.steps} steps of {values.loop}, although they were equal "
-            f"after {values.equal_after}"
-        )
+        how = f"differ after {values.steps} steps of {values.loop}"
+        if values.equal_after or not values.restarts:
+            how += f", although they were equal after {values.equal_after}"
         if when == "begun":
             how = "differ before the first step, although BroadcastGlobalVariablesCallback is there"
         who, same = "A callback, a train_step", "pass the same callbacks, "

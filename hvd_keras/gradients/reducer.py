@@ -20,6 +20,7 @@ from hvd_keras.gradients import (
     agreement,
     buckets,
     clipping,
+    comparison,
     joining,
     missing_calls,
     model_ranks,
@@ -62,7 +63,6 @@ class GradientReducer:
         # The lists of variables that the ranks have compared.
         self._agreed: dict[Any, tuple[VariableSpec, ...]] = {}
         self._compared = shards.VariableSet()  # those whose values were compared
-        self._loops = 0  # lists of variables that custom loops train
         self._steps: Any = None  # counts those of a graph
         self.has_local = False  # any rank has local variables: all must clip alike
 
@@ -144,11 +144,9 @@ class GradientReducer:
             return
         # They live as long as the variables do.
         known = vars(shards.inner_variable(variables[0])).setdefault("_hvd_comparisons", {})
-        key = self.name, *map(shards.variable_id, variables)
+        key = self.process_set, self.name, *map(shards.variable_id, variables)
         if key not in known:
-            loop = f"loop {self._loops} of {self.name}"
-            known[key] = agreement.Comparison(variables, self.process_set, loop)
-            self._loops += 1
+            known[key] = comparison.Comparison(variables, self.process_set, self.name)
         known[key].step()
 
     def _plan(self, variables: list[Any], gradients: list[Any]) -> "Plan":

@@ -77,12 +77,15 @@ class Values:
                 self._pieces += [(variable, part if len(parts) > 1 else None) for part in parts]
         self.reported = False
         self._cost = 0.0
-        self.restarts = -1
-        self.restart()
+        self.restarts = 0
+        self._begin()
 
     def restart(self) -> None:
         """Count steps from 0 again: ``hvd.join`` ends different numbers of them."""
-        self.restarts += 1
+        self.restarts += bool(self.steps)
+        self._begin()
+
+    def _begin(self) -> None:
         self._place = self._round = 0  # the next piece, and the step of the first one
         self.steps = 0
         self.equal_after = 0  # steps: all values were equal then
@@ -158,7 +161,10 @@ class Values:
         interval = gathered[:, 1].max() / (_SHARE * max(1e-6, gathered[:, 2].min()))
         self.next = self.steps + max(_STEPS, math.ceil(interval))
         name = f"{self.loop} values"
-        different = self.different(name) if len(set(gathered[:, 0])) > 1 else None
+        # A rank that has joined (hvd.join) has other values until all have.
+        is_whole = len(gathered) == self.process_set.size()
+        parts = len(set(gathered[:, 0]))
+        different = self.different(name) if is_whole and parts > 1 else None
         self._cost = time.perf_counter() - begin
         self._since = self.steps, time.perf_counter()
         if different is None and self._place == len(self._pieces):

@@ -53,12 +53,12 @@ def _exchanges(op: tf.Operation) -> bool:
     return op.type.startswith("Hvd") or any(map(_exchanges, inner))
 
 
-def has_reduced() -> bool:
-    """Whether the script has called ``allreduce``."""
-    return _has_reduced
+def has_reduced(arrays: bool = False) -> bool:
+    """Whether the script has called ``allreduce``, of more than numbers if ``arrays``."""
+    return _has_reduced_arrays if arrays else _has_reduced
 
 
-_has_reduced = False
+_has_reduced = _has_reduced_arrays = False
 
 
 def allreduce(
@@ -141,7 +141,7 @@ def grouped_allreduce(
     Raises:
         As ``allreduce``.
     """
-    global _has_reduced
+    global _has_reduced, _has_reduced_arrays
     del ignore_name_scope
     _has_reduced |= not _own.get()
     validate.check("allreduce", process_set)
@@ -159,6 +159,8 @@ def grouped_allreduce(
     # Dense and sparse ones are two requests, in this order on all ranks.
     sparse = [i for i, tensor in enumerate(results) if isinstance(tensor, tf.IndexedSlices)]
     dense = [i for i, tensor in enumerate(results) if not isinstance(tensor, tf.IndexedSlices)]
+    are_arrays = bool(sparse) or any(results[i].shape.rank != 0 for i in dense)
+    _has_reduced_arrays |= are_arrays and not _own.get()
     if dense:
         wire = wire_dtype(compression)
         # The core rounds while it packs, but not for Adasum and not on GPUs: round here then.

@@ -231,7 +231,9 @@ def gather_json(name: str, value: Any, process_set: Ranks | None = None) -> list
     """
     if (process_set.size() if process_set else rank_info.size()) == 1:
         return [value]
-    gathered = gather_bytes(name, json.dumps(value).encode(), process_set)
+    # With NumPy's numbers, which scripts may give as arguments.
+    text = json.dumps(value, default=lambda number: number.item())
+    gathered = gather_bytes(name, text.encode(), process_set)
     return [json.loads(data) for data in gathered]
 
 

@@ -79,7 +79,9 @@ def test_gradients_that_a_script_assigns_itself(hvdrun, tape) -> None:
     code = ASSIGNED.replace("    gradients =", TAPE + "    gradients =") if tape else ASSIGNED
     done = hvdrun.python(2, START + BUILT + code, env=hvdrun.environment | {"HVD_STRICT": "0"})
     assert done.returncode == 0, done.stderr
-    assert ("they have exchanged none, and no optimizer has applied any" in done.stderr) != tape
+    assert (
+        "they have exchanged none, and no optimizer of Keras has applied any" in done.stderr
+    ) != tape
 
 
 @pytest.mark.cases(3)

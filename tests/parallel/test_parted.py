@@ -158,6 +158,38 @@ def test_weights_that_part_in_a_custom_loop(is_graph, parts, told) -> None:
     assert ("from the rank that it returns" in text) == (parts != "never")
 
 
+def test_two_models_of_one_function_that_is_saved(directory, told) -> None:
+    """Their comparisons take turns, and do not keep the module from being saved."""
+
+    class Trainer(tf.Module):
+        def __init__(self) -> None:
+            self.models = [training.dense_model(), training.dense_model()]
+            self.optimizers = [SGD(0.01), SGD(0.01 * (1 + RANK))]
+            for model, optimizer in zip(self.models, self.optimizers, strict=True):
+                optimizer.build(model.trainable_variables)
+                hvd.broadcast_variables([*model.variables, *optimizer.variables], 0)
+
+        @tf.function
+        def step(self, x, y):
+            for i, model in enumerate(self.models):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean(tf.square(y - model(x)))
+                options = {} if i == 0 else {"compression": hvd.Compression.fp16}
+                tape = hvd.DistributedGradientTape(tape, **options)
+                gradients = tape.gradient(loss, model.trainable_variables)
+                pairs = zip(gradients, model.trainable_variables, strict=True)
+                self.optimizers[i].apply_gradients(pairs)
+
+    trainer = Trainer()
+    x, y = mine()
+    assert told(lambda: [trainer.step(x, y) for _ in range(60)]) == ""
+    tf.saved_model.save(trainer, str(directory / f"{RANK}"))
+    if RANK:
+        trainer.optimizers[1].learning_rate = 0.5
+    text = told(lambda: [trainer.step(x, y) for _ in range(4000)], tf.errors.InvalidArgumentError)
+    assert "although they were equal after" in text
+
+
 class Codebook(keras.layers.Layer):
     def build(self, shape) -> None:
         self.codes = self.add_weight(shape=(shape[-1],), trainable=False, name="codes")

@@ -226,6 +226,7 @@ def _split(
         raise ValueError(
             f"{batch_size=}, expected {ranks} numbers of 1 or more, one for each rank."
         )
+    batch_size = list(map(int, batch_size))
     # As if more ranks had equal batches, of which this one has several.
     size = math.gcd(*batch_size)
     first, last = (sum(batch_size[:r]) // size for r in (rank, rank + 1))
@@ -289,6 +290,8 @@ def _open(
 
 def _as_in_fit(part: Any) -> Any:
     """Return a part of rows, perhaps ragged or sparse, as ``fit`` casts and shapes it."""
+    if not getattr(part, "shape", ()):  # a number of a list
+        return part
     if not isinstance(part, tf.RaggedTensor | tf.SparseTensor):
         return reading.as_fit_casts(*reading.parts_of([part], tf.nest.flatten))
     return tf.cast(part, keras.backend.floatx()) if part.dtype.is_floating else part

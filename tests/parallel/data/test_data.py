@@ -281,6 +281,7 @@ def test_sources_that_cannot_be_used_are_errors_on_all_ranks() -> None:
     )
     assert "start_epoch=-1" in error_of(data.shard, numbered(5), batch_size=2, start_epoch=-1)
     assert "seed=1.5" in error_of(data.shard, numbered(5), batch_size=2, seed=1.5)
+    assert len(data.shard(numbered(8), batch_size=np.int64(2), seed=np.int32(1))) == 4 // SIZE
     for size in "2", 2.0:
         assert f"batch_size={size!r}, expected an i" in error_of(
             data.shard, numbered(5), batch_size=size
