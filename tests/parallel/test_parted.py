@@ -158,8 +158,9 @@ def test_weights_that_part_in_a_custom_loop(is_graph, parts, told) -> None:
     assert ("from the rank that it returns" in text) == (parts != "never")
 
 
-def test_two_models_of_one_function_that_is_saved(directory, told) -> None:
+def test_two_models_of_one_function_that_is_saved(directory, told, monkeypatch) -> None:
     """Their comparisons take turns, and do not keep the module from being saved."""
+    monkeypatch.setattr(values, "_SHARE", 1e9)  # as often as may be
 
     class Trainer(tf.Module):
         def __init__(self) -> None:
@@ -186,7 +187,7 @@ def test_two_models_of_one_function_that_is_saved(directory, told) -> None:
     tf.saved_model.save(trainer, str(directory / f"{RANK}"))
     if RANK:
         trainer.optimizers[1].learning_rate = 0.5
-    text = told(lambda: [trainer.step(x, y) for _ in range(4000)], tf.errors.InvalidArgumentError)
+    text = told(lambda: [trainer.step(x, y) for _ in range(120)], tf.errors.InvalidArgumentError)
     assert "although they were equal after" in text
 
 
