@@ -6,6 +6,7 @@ those of Keras's source distribution. Also the plugin of pytest that does so.
 
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -91,8 +92,14 @@ def failed(name: str, size: int, tests: list[str], *options: str, **environment:
             stdout=log,
             stderr=log,
         )
-    last = (FOLDER / f"{name}.log").read_text(errors="replace").splitlines()
-    print(f"{name}: {next((line for line in reversed(last) if ' passed' in line), last[-1])}")
+    # A process that ends without a summary has told of no failure.
+    lines = (FOLDER / f"{name}.log").read_text(errors="replace").splitlines()
+    summaries = [
+        line for line in lines if re.search(r"=+ .*\d+ (passed|failed).* in [\d.]+s", line)
+    ]
+    if len(summaries) != size:
+        sys.exit(f"{name}: {len(summaries)} of {size} ranks came to their end, see {FOLDER}")
+    print(f"{name}:", *summaries, sep="\n")
     return set(found.read_text().split("\n")) - {""}
 
 
