@@ -38,7 +38,7 @@ _FEW_BYTES = 128
 
 @contextlib.contextmanager
 def local_fit() -> Iterator[None]:
-    """Context manager: this rank trains alone, on purpose.
+    """Context manager: this rank trains alone, on purpose, in this thread.
 
     Outside of it, hvd_keras raises an error (with ``HVD_STRICT=0`` it warns) if a job of several
     ranks applies gradients that were not exchanged, trains with different weights, or trains on

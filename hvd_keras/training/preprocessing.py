@@ -209,9 +209,6 @@ def _views(value: Any, name: str, process_set: ProcessSet) -> list[str]:
     return agree.gather_json(f"{name}.first", view, process_set)
 
 
-_LOOKUPS = "StringLookup", "IntegerLookup", "TextVectorization"
-
-
 def _learns(layer: Any) -> bool:
     """Whether ``adapt`` gives the layer a state that this module knows."""
     kinds = keras.layers.Discretization, keras.layers.Normalization, keras.utils.FeatureSpace
@@ -221,9 +218,9 @@ def _learns(layer: Any) -> bool:
 def _learnt(layer: Any) -> Any:
     """Return the state from ``adapt``; None if the layer was not adapted."""
     if hasattr(layer, "get_vocabulary"):
-        kinds = [getattr(keras.layers, name) for name in _LOOKUPS]
-        is_keras_own = isinstance(layer, tuple(kinds))
-        if is_keras_own and not layer.get_vocabulary(include_special_tokens=False):
+        layers = keras.layers  # layers of others need not have the argument
+        kinds = layers.StringLookup, layers.IntegerLookup, layers.TextVectorization
+        if isinstance(layer, kinds) and not layer.get_vocabulary(include_special_tokens=False):
             return None
         vocabulary, weights = layer.get_vocabulary(), _idf_weights(layer)
         # Which pad_to_max_tokens has made longer.
