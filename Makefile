@@ -77,14 +77,14 @@ keras-test: setup  ## Run Keras's own tests after hvd.init(), alone and on 2 ran
 programs: setup  ## Run SEEDS (100) random Keras programs, from FIRST (0) on, alone and on RANKS (2,3), and compare (AUTO=1: by hvdrun --auto).
 	@nice $(BIN)/python -m tests.programs.run --seeds $(or $(SEEDS),100) --first $(or $(FIRST),0) $(if $(RANKS),--ranks $(RANKS)) $(if $(AUTO),--auto)
 
+matrix: setup  ## The same, of 4000 programs those in which each two choices meet, in an hour.
+	@nice $(BIN)/python -m tests.programs.run --pairs --seeds 4000 $(if $(RANKS),--ranks $(RANKS))
+
 cluster-test: setup  ## Run the tests of several hosts alone (root, iproute2, iptables, sshd).
 	@$(BIN)/python -m pytest $(PYTEST) -m "" tests/cluster
 
 recipe-test: setup  ## Add a toy collective by CONTRIBUTING's recipe, build and run it, in minutes.
 	@$(BIN)/python -m tests.recipe
-
-matrix: setup  ## Measure docs/tables/combinations.md, in half an hour; with SECONDS=3600 for an hour more triples of features.
-	@$(BIN)/python -m tests.parallel.features.measure --triples $(or $(SECONDS),0)
 
 layers: setup  ## Measure docs/tables/layers.md, every layer, loss and metric of Keras in fit, and auto.csv, how hvdrun --auto divides them, in 15 minutes.
 	@$(BIN)/hvdrun -np 2 --oversubscribe $(BIN)/python -m tests.parallel.layers.measure

@@ -243,6 +243,7 @@ def add_slot(add: Any, self: Any, reference_variable: Any, *args: Any, **kwargs:
     """
     shard = of(reference_variable)
     if shard is not None and _WHOLE_VARIABLES & {cls.__name__ for cls in type(self).__mro__}:
+        self.built = False  # a step that is only traced may have asked: the first step raises, too
         raise ValueError(
             f"optimizer {type(self).__name__} computes with whole variables, but each rank "
             f"holds a part of {reference_variable.path}. Use an optimizer that updates each "

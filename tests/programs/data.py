@@ -1,8 +1,9 @@
 """The rows of a program, and the forms in which fit and evaluate get them."""
 
 import functools
+import importlib
 import tempfile
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -13,6 +14,30 @@ from tests.programs.draw import View
 SHAPES = {"conv1d": (6, 3), "conv2d": (5, 5, 2), "lstm": (4, 3), "gru": (4, 3)}
 WORDS, LENGTH, CLASSES, SIDE = 9, 4, 3, 3
 VALIDATION = 18  # rows, which 2 and 3 ranks can share
+
+
+class Side(NamedTuple):
+    """Who runs a program: a rank of a process set, or one process without hvd_keras.
+
+    Attributes:
+        rank: within the set; None without hvd_keras.
+        size: the number of ranks of the set.
+        process_set: None without hvd_keras.
+    """
+
+    rank: int | None = None
+    size: int = 1
+    process_set: Any = None
+
+    @property
+    def hvd(self) -> Any:
+        """hvd_keras, or None."""
+        return None if self.rank is None else importlib.import_module("hvd_keras")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments for what works in a process set."""
+        return {"process_set": self.process_set} if self.process_set else {}
 
 
 def _target(spec: View, kind: str, random: Any, shape: tuple[int, ...], at: Any) -> Any:
@@ -135,37 +160,45 @@ def left(spec: View) -> int:
 
 
 class Feed:
-    """What a program gives to fit: as one process without hvd_keras, or as a rank.
+    """What a program gives to fit."""
 
-    ``rank`` is None for the process without.
-    """
-
-    def __init__(self, kind: str, spec: View, rank: int | None, size: int) -> None:
-        self.spec, self.kind, self.rank, self.size = spec, kind, rank, size
+    def __init__(self, kind: str, spec: View, side: Side) -> None:
+        self.spec, self.kind, self.side = spec, kind, side
         self.data = rows(spec, kind)
         self.folder = tempfile.TemporaryDirectory()  # of files, as long as this exists
-        self.sizes = [spec.batch // size] * size  # of each rank's batch
+        size = spec.local or side.size
+        sizes = [spec.batch // size] * size  # of each rank's batch
         if spec.unequal and kind != "validation":
-            self.sizes = [n * spec.batch // 12 for n in {1: [12], 2: [8, 4], 3: [6, 2, 4]}[size]]
-        self.batch = self.sizes[rank or 0]
+            sizes = [n * spec.batch // 12 for n in {1: [12], 2: [8, 4], 3: [6, 2, 4]}[size]]
+        self.sizes = [spec.batch] if side.rank is None else sizes
+        self.batch = self.sizes[side.rank or 0]
+        number = len(tf.nest.flatten(self.data)[0])
+        step = np.arange(number) // spec.batch * spec.batch
+        place = (np.arange(number) - step) / np.minimum(spec.batch, number - step)
+        owner = np.searchsorted(np.cumsum(sizes) / spec.batch, place, "right")
+        self.is_mine = (owner == side.rank) | (side.rank is None)
+        if spec.local:  # whose layer a row has
+            (x, beside), *more = self.data
+            beside = np.concatenate([beside, np.eye(size, dtype="float32")[owner]], axis=1)
+            self.data = ((x, beside), *more)
 
     def mine(self) -> Any:
         """This rank's rows as arrays, step by step."""
-        number = len(tf.nest.flatten(self.data)[0])
-        step = np.arange(number) // self.spec.batch * self.spec.batch
-        place = (np.arange(number) - step) / np.minimum(self.spec.batch, number - step)
-        ends = np.cumsum(self.sizes) / self.spec.batch
-        return _part(self.data, np.searchsorted(ends, place, "right") == (self.rank or 0))
+        return _part(self.data, self.is_mine)
 
     def fit(self) -> dict[str, Any]:
         """Arguments of ``fit``."""
         spec = self.spec
-        steps = {"steps_per_epoch": spec.repeat} if spec.repeat else {}
+        more = {"steps_per_epoch": spec.repeat} if spec.repeat else {}
         if spec.data == "agree":
             made = tf.data.Dataset.from_tensor_slices(self.mine()).batch(self.batch)
-            own = len(made) if self.rank is None else _hvd().data.agree_on_steps(made)
+            own = (
+                len(made)
+                if self.side.rank is None
+                else _hvd().data.agree_on_steps(made, **self.side.options)
+            )
             return {"x": made.repeat(), "steps_per_epoch": own}
-        if self.rank is None and spec.order == "kept":
+        if self.side.rank is None and spec.order == "kept":
             data = _part(self.data, slice(left(spec)))
             if spec.data in ("arrays", "local") and not spec.repeat:
                 return self._arrays(data)
@@ -175,10 +208,10 @@ class Feed:
                 return {"x": Batches(data, spec.batch), "shuffle": False}
             # Not _generated: docs/using/sharp-bits.md, "Data of unknown length".
             made = tf.data.Dataset.from_tensor_slices(data).batch(spec.batch)
-            return {"x": self._changed(made), **steps}
+            return {"x": self._changed(made), **more}
         if spec.data == "local":
             return self._arrays(self.mine())
-        return {"x": self._changed(self.sharded(spec.data)), "shuffle": False, **steps}
+        return {"x": self._changed(self.sharded(spec.data)), "shuffle": False, **more}
 
     def _arrays(self, data: Any) -> dict[str, Any]:
         names = ("x", "y", "sample_weight")
@@ -194,6 +227,7 @@ class Feed:
         spec, data, source = self.spec, self.data, self.data
         own = self.sizes if len(set(self.sizes)) > 1 else self.batch
         options = {"batch_size": own, "uneven": spec.uneven, **options}
+        options |= self.side.options
         options.setdefault("shuffle", spec.order == "hvd")
         if form == "frame":
             source = frames(spec, data)
@@ -224,17 +258,17 @@ class Feed:
         if spec.validation_steps:
             given["validation_steps"] = spec.validation_steps
         if form in ("arrays", "local"):
-            data = self.data if form == "arrays" or self.rank is None else self.mine()
+            data = self.data if form == "arrays" or self.side.rank is None else self.mine()
             size = spec.batch if form == "arrays" else self.batch
             return {"validation_data": data, "validation_batch_size": size, **given}
         return {"validation_data": self.evaluation(form), **given}
 
     def evaluation(self, form: str) -> Any:
         """A dataset for ``evaluate``."""
-        if self.rank is None or form == "dataset":
+        if self.side.rank is None or form == "dataset":
             return tf.data.Dataset.from_tensor_slices(self.data).batch(self.spec.batch)
         if form == "padded":
             return self.sharded("arrays", shuffle=False, uneven="pad", evaluation=True)
         form = "arrays" if form == "sharded" else form
         kept = View({**self.spec.spec, "order": "kept", "change": "none"})
-        return Feed(self.kind, kept, self.rank, self.size).sharded(form, uneven="share")
+        return Feed(self.kind, kept, self.side).sharded(form, uneven="share")

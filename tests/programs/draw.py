@@ -4,9 +4,10 @@ RULES undo what does not exist in Keras, and what the pages of hvd_keras exclude
 page. Everything else must have the results of one process.
 """
 
+import itertools
 import random
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 Spec = dict[str, Any]
@@ -52,12 +53,19 @@ CHOICES: dict[str, Any] = {
     "precision": "float32 mixed_bfloat16 mixed_float16",
     "epochs": [2, 1, 3],
     "initial_epoch": [0, 1],
-    "restart": "none epoch batch",
+    "restart": "none epoch batch fewer",  # fewer: ranks go on with an epoch
+    "table": "plain divided",
+    "normalization": [False, True],
+    "step": "keras own tape second",  # the model's own train_step, with a tape or two optimizers
+    "multi": [False, True],  # MultiOptimizer
+    "compression": "none fp16 bf16",
+    "local": [0, 2, 3],  # so many ranks, each with a layer of its own
+    "beside": [False, True],  # the last rank is not in the process set that trains
 }
 # Some of these.
 LISTS = {
     "callbacks": "early_stopping plateau checkpoint best every_batch csv scheduler nan evaluates "
-    "hvd_schedule swap_ema",
+    "hvd_schedule swap_ema verify",
     "then": "fit fit_other evaluate evaluate_all predict save weights freeze rate on_batch",
 }
 VALUES = {n: v.split() if isinstance(v, str) else v for n, v in CHOICES.items()}
@@ -71,7 +79,8 @@ OFTEN = {
     "optimizer": 0.6,
     "metrics": 0.5,
 }
-OFTEN |= {"mode": 0.45, "precision": 0.1, "average": 0.1, "restart": 0.15, "loss_scale": 0.1}
+OFTEN |= {"mode": 0.45, "precision": 0.1, "average": 0.1, "restart": 0.2, "loss_scale": 0.1}
+OFTEN |= {"table": 0.5, "multi": 0.1, "compression": 0.1, "local": 0.1, "beside": 0.2}
 DECIDERS = ["early_stopping", "plateau", "best"]
 
 Rule = tuple[Callable[[Any], Any], list[str]]
@@ -117,8 +126,28 @@ IMPOSSIBLE: list[Rule] = [
     ),
     # Alone it is built earlier, and a file of weights has the state of what is built.
     (lambda s: s.optimizer == "ScheduleFreeAdamW", ["then:weights"]),
+    (lambda s: not s.has_table, ["table"]),
+    (lambda s: s.has_table or s.data == "frame", ["normalization"]),
+    (lambda s: s.step == "second", ["multi", "then:save"]),
+    (lambda s: s.multi, [f"callbacks:{c}" for c in ("plateau", "scheduler", "hvd_schedule")]),
+    (lambda s: s.multi, ["then:rate", "backward_passes", "callbacks:swap_ema"]),
+    (lambda s: s.step == "tape", ["backward_passes"]),
+    # The ranks' models differ, and each has the rows of its own layer.
+    (lambda s: s.is_sequence, ["local"]),
+    (lambda s: s.local, ["inputs", "outputs", "style"]),
+    (lambda s: s.local and s.data == "local", ["data"]),
+    (lambda s: s.local and s.validation != "local", ["validation"]),
+    (lambda s: s.local, [f"callbacks:{c}" for c in ("checkpoint", "best", "every_batch")]),
+    (lambda s: s.local, ["callbacks:evaluates"]),
+    (
+        lambda s: s.local,
+        [
+            f"then:{c}"
+            for c in ("evaluate", "evaluate_all", "predict", "save", "weights", "on_batch")
+        ],
+    ),
     # Rounding makes one process differ from itself.
-    (lambda s: s.precision != "float32" and s.optimizer not in ("SGD", "Momentum"), ["optimizer"]),
+    (lambda s: s.rounding != "float32" and s.optimizer not in ("SGD", "Momentum"), ["optimizer"]),
     # No process has the rows that "share" leaves out: 2 and 3 ranks must leave out equally many.
     (lambda s: s.uneven == "share" and s.rest % s.batch == 5, ["rest"]),
     (lambda s: s.uneven == "share" and s.order != "kept" and s.rest in (1, 7), ["rest"]),
@@ -145,6 +174,8 @@ EXCLUDED: list[Rule] = [
     (lambda s: s.data == "pydataset" and s.order == "hvd", ["order"]),
     # docs/tables/matrix.md: "refused"; guide: SwapEMAWeights needs whole states.
     (lambda s: s.optimizer in ("Adafactor", "ScheduleFreeAdamW") and s.shards, ["distributed"]),
+    # docs/embeddings.md, "Limits of tables"
+    (lambda s: s.optimizer in ("Adafactor", "Lamb", "Muon") and s.is_divided, ["table"]),
     (lambda s: "swap_ema" in s.callbacks and s.shards, ["distributed"]),
     # docs/design.md, "Sparse gradients": adaptive optimizers square duplicate rows one by one.
     (lambda s: s.has_table and s.distributed == "sparse_as_dense", ["distributed"]),
@@ -158,6 +189,21 @@ EXCLUDED: list[Rule] = [
     (lambda s: s.data == "agree", ["restart"]),
     # Checkpoint warns: where a generator is cannot be saved, so repeated data begin anew.
     (lambda s: s.data == "generator" and s.repeat > 0, ["restart"]),
+    # Two ranks are one then, which leaves no row out.
+    (
+        lambda s: (s.restart == "fewer" or s.beside) and s.uneven == "share" and s.rest in (1, 7),
+        ["rest"],
+    ),
+    (lambda s: s.restart == "fewer", ["beside", "local"]),
+    # docs/tables/combinations.md
+    (lambda s: s.step == "tape" and s.distributed in ("shard_state", "num_groups"), ["step"]),
+    (lambda s: s.step == "tape" and s.beside, ["beside"]),
+    # hvd.load_model is for training on all ranks.
+    (lambda s: s.beside, ["then:save"]),
+    (lambda s: s.multi and s.distributed == "shard_state", ["multi"]),
+    (lambda s: s.has_norm and s.is_divided and (s.multi or s.step == "tape"), ["option"]),
+    (lambda s: s.option == "global_clipnorm" and s.local and s.multi, ["option"]),
+    (lambda s: s.option == "global_clipnorm" and s.local and s.step == "tape", ["option"]),
     # docs/using/sharp-bits.md, "Losses": outside fit, hvd_keras averages the ranks' losses.
     (lambda s: s.reduction != "sum_over_batch_size" or s.is_sequence, ["then:on_batch"]),
     (lambda s: s.loss in ("dice", "custom"), ["then:on_batch"]),
@@ -171,6 +217,9 @@ class View(types.SimpleNamespace):
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(**DEFAULTS | spec, spec=spec)
+        if self.local:
+            self.inputs, self.style = "tuple", "subclassed"
+            self.data = self.data if self.data == "agree" else "local"
         # Rows have several targets, of which masks leave some out.
         self.is_sequence = self.body == "masked"
         self.has_table = self.body in ("embedding", "masked")
@@ -178,7 +227,42 @@ class View(types.SimpleNamespace):
         self.pads = self.pads_training or self.validation == "padded"
         # There is a val_loss in each epoch.
         self.validates = self.validation != "none" and self.validation_freq == 1
-        self.shards = self.distributed == "shard_state"
+        self.is_divided = self.table == "divided"
+        self.shards = self.distributed == "shard_state" or self.is_divided
+        self.has_norm = self.option in ("clipnorm", "global_clipnorm")
+        self.rounding = rounding(spec)
+
+
+def covering(seeds: Sequence[int]) -> list[int]:
+    """Those with which each two values that any of these programs has occur in one, nearly fewest.
+
+    After D. M. Cohen and others, The AETG system, IEEE Transactions on Software Engineering 23(7),
+    1997.
+    """
+    seen: set[Any] = set()
+    found: list[int] = []
+    programs = {seed: draw(seed) for seed in seeds}
+    for least in (128, 64, 32, 16, 8, 4, 2, 1):
+        for seed, spec in programs.items():
+            values = [(n, v) for n, vs in spec.items() for v in (vs if n in LISTS else [vs])]
+            new = {*itertools.combinations(values, 2)} - seen
+            if len(new) >= least:
+                found.append(seed)
+                seen |= new
+    return found
+
+
+def can_run(spec: Spec, ranks: int) -> bool:
+    """Whether so many ranks can run a program."""
+    return spec.get("local", 0) in (0, ranks - spec.get("beside", False))
+
+
+def rounding(spec: Spec) -> str:
+    """The dtype policy that rounds as coarsely as a program."""
+    names = spec.get("precision", ""), spec.get("compression", "")
+    if "mixed_bfloat16" in names or "bf16" in names:
+        return "mixed_bfloat16"
+    return "mixed_float16" if any(names) else "float32"
 
 
 def draw(seed: int) -> Spec:

@@ -1,12 +1,15 @@
 """The models of programs: layers, optimizers, losses."""
 
 import functools
+import importlib
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
-from tests.programs.data import CLASSES, LENGTH, SHAPES, SIDE, WORDS
+from tests.programs.data import CLASSES, LENGTH, SHAPES, SIDE, WORDS, Side, rows
 from tests.programs.draw import View
 
 RATES = {"SGD": 0.05, "Momentum": 0.02, "Adagrad": 0.05, "Adadelta": 0.5, "Ftrl": 0.05}
@@ -55,20 +58,40 @@ class Initial(keras.initializers.Initializer):
         return {"number": self.number, "noise": self.noise}
 
 
-def _layers(spec: View, number: int, noise: float) -> dict[str, Any]:
-    """The layers of a model by name; ``number`` decides about their weights."""
+def _layers(
+    spec: View, number: int, noise: float, divided: int | None = None, own: Iterable[int] = ()
+) -> dict[str, Any]:
+    """The layers of a model by name.
+
+    Args:
+        spec: of the program.
+        number: decides about their weights.
+        noise: by how much these change.
+        divided: of the ranks that have the table in parts, the process set's number.
+        own: the ranks whose own layers it has.
+    """
     made: dict[str, Any] = {}
 
     def add(cls: Any, name: str, *args: Any, kernel: str = "kernel", **options: Any) -> None:
         if kernel:
-            options[f"{kernel}_initializer"] = Initial(number + len(made), noise)
+            options.setdefault(f"{kernel}_initializer", Initial(number + len(made), noise))
         made[name] = cls(*args, name=name, **options)
 
     of = keras.layers
     decay = {"kernel_regularizer": keras.regularizers.L2(0.01)} if spec.regularizer else {}
+    if spec.normalization:
+        made["normalization"] = of.Normalization()
+        x = rows(spec, "train")[0]
+        main = x if spec.inputs == "one" else x[0] if spec.inputs == "tuple" else x["main"]
+        made["normalization"].adapt(main * (2 if number else 1))  # rank 0 has the right state
     if spec.has_table:
-        mask = {"mask_zero": spec.is_sequence}
-        add(of.Embedding, "table", WORDS, 3, kernel="embeddings", **mask)
+        cls, mask = of.Embedding, {"mask_zero": spec.is_sequence}
+        if divided is not None:  # a part is not broadcast
+            mask["embeddings_initializer"] = Initial(number % 100 + len(made), noise)
+            of_id = importlib.import_module("hvd_keras.runtime.process_sets").of_id
+            cls = importlib.import_module("hvd_keras").layers.Embedding
+            mask |= {"shard": "rows", "process_set": of_id(divided)}
+        add(cls, "table", WORDS, 3, kernel="embeddings", **mask)
         if not spec.is_sequence:
             add(of.GlobalAveragePooling1D, "mean", kernel="")
     elif spec.body in ("conv1d", "conv2d"):
@@ -85,12 +108,15 @@ def _layers(spec: View, number: int, noise: float) -> dict[str, Any]:
         add(of.BatchNormalization, "norm", kernel="", synchronized=True)
     if spec.body == "layernorm":
         add(of.LayerNormalization, "norm", kernel="")
-    if spec.inputs != "one":
+    if spec.inputs != "one" and not spec.local:
         add(of.Dense, "beside", 2, activation="tanh")
     units = CLASSES if spec.loss in ("sparse", "probabilities", "categorical") else 1
     for name in ("a",) if spec.outputs == "one" else ("a", "b"):
         activation = ACTIVATIONS.get(spec.loss)
         add(of.Dense, name, units, activation=activation, dtype="float32")
+    for rank in own:
+        made[f"own{rank}"] = of.Dense(2, name=f"own{rank}", kernel_initializer=Initial(900 + rank))
+        made[f"own{rank}"].build((None, SIDE))  # the optimizer must know its variables
     return made
 
 
@@ -100,9 +126,14 @@ def _wire(spec: View, layers: dict[str, Any], x: Any) -> Any:
     if spec.inputs != "one":
         x, side = x if spec.inputs == "tuple" else (x["main"], x["side"])
     for name, layer in layers.items():
-        if name not in ("beside", "a", "b"):
+        if name not in ("beside", "a", "b") and "own" not in name:
             x = layer(x)
-    if side is not None:
+    if spec.local:
+        own = {int(name[-1]): layer for name, layer in layers.items() if "own" in name}
+        which = side[:, SIDE:]
+        parts = [layer(side[:, :SIDE]) * which[:, i : i + 1] for i, layer in own.items()]
+        x = keras.ops.concatenate([x, sum(parts)], axis=-1)
+    elif side is not None:
         x = keras.ops.concatenate([x, layers["beside"](side)], axis=-1)
     outputs = {name: layers[name](x) for name in ("a", "b") if name in layers}
     if spec.outputs == "dict":
@@ -114,11 +145,13 @@ def _wire(spec: View, layers: dict[str, Any], x: Any) -> Any:
 class Net(keras.Model):
     """A subclassed model."""
 
-    def __init__(self, spec: dict[str, Any], number: int, noise: float, **more: Any) -> None:
+    def __init__(self, spec: dict[str, Any], number: int, **more: Any) -> None:
+        names = "noise", "divided", "own"
+        options = {name: more.pop(name) for name in names if name in more}
         super().__init__(**more)
-        self.arguments = {"spec": spec, "number": number, "noise": noise}
+        self.arguments = {"spec": spec, "number": number, **options}
         self.view = View(spec)
-        self.parts = list(_layers(self.view, number, noise).values())
+        self.parts = list(_layers(self.view, number, **options).values())
 
     def call(self, x: Any) -> Any:
         return _wire(self.view, {layer.name: layer for layer in self.parts}, x)
@@ -127,21 +160,74 @@ class Net(keras.Model):
         return {**super().get_config(), **self.arguments}
 
 
-def build(spec: View, number: int, noise: float) -> Any:
+class Stepping:
+    """Trains by a step of its own."""
+
+    tape: Callable[[Any], Any] = staticmethod(lambda tape: tape)  # changes a tape
+    second: Any = None  # the optimizer of the last layer
+
+    def train_step(self: Any, data: Any) -> Any:
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape(persistent=True) as tape:
+            predicted = self(x, training=True)
+            loss = self.compute_loss(x, y, predicted, weights, training=True)
+            scaled = self.optimizer.scale_loss(loss)
+        tape, last = self.tape(tape), []
+        if self.second is not None:
+            parts = getattr(self, "parts", self.layers)
+            last = [part for part in parts if "own" not in part.name][-1].trainable_variables
+        rest = [v for v in self.trainable_variables if all(v is not other for other in last)]
+        self.optimizer.apply(tape.gradient(scaled, rest), rest)
+        if last:
+            self.second.apply(tape.gradient(loss, last), last)
+        self._loss_tracker.update_state(loss, sample_weight=tf.shape(tf.nest.flatten(x)[0])[0])
+        return self.compute_metrics(x, y, predicted, weights)
+
+
+register = keras.saving.register_keras_serializable("programs")
+
+
+@register
+class SteppingModel(Stepping, keras.Model):
+    """A functional model."""
+
+
+@register
+class SteppingSequential(Stepping, keras.Sequential):
+    """A sequential model."""
+
+
+@register
+class SteppingNet(Stepping, Net):
+    """A subclassed model."""
+
+
+def build(spec: View, number: int, noise: float, side: Side) -> Any:
     """A new model; ``number`` decides about its weights, which ``noise`` changes."""
+    has_step = spec.step != "keras"
+    divided = side.process_set.id() if spec.is_divided and side.hvd else None
     if spec.style == "subclassed":
-        return Net(spec.spec, number, noise, name="net")
-    layers = _layers(spec, number, noise)
+        own = [*range(spec.local)] if side.rank is None else [side.rank] * bool(spec.local)
+        cls = SteppingNet if has_step else Net
+        return cls(spec.spec, number, noise=noise, divided=divided, own=own, name="net")
+    layers = _layers(spec, number, noise, divided)
     integers = "int32" if spec.has_table else None
     shape = (LENGTH,) if spec.has_table else SHAPES.get(spec.body, (5,))
     if spec.style in ("sequential", "unbuilt"):
         first = [keras.Input(shape, dtype=integers)] if spec.style == "sequential" else []
-        return keras.Sequential([*first, *layers.values()], name="net")
+        cls = SteppingSequential if has_step else keras.Sequential
+        return cls([*first, *layers.values()], name="net")
     x = keras.Input(shape, dtype=integers, name="main")
     if spec.inputs != "one":
-        side = keras.Input((SIDE,), name="side")
-        x = (x, side) if spec.inputs == "tuple" else {"main": x, "side": side}
-    return keras.Model(x, _wire(spec, layers, x), name="net")
+        beside = keras.Input((SIDE,), name="side")
+        x = (x, beside) if spec.inputs == "tuple" else {"main": x, "side": beside}
+    cls = SteppingModel if has_step else keras.Model
+    return cls(x, _wire(spec, layers, x), name="net")
+
+
+def own_layers(model: Any) -> list[Any]:
+    """A model's layers that belong to single ranks."""
+    return [layer for layer in getattr(model, "parts", ()) if "own" in layer.name]
 
 
 def rate_of(spec: View) -> float:
@@ -163,7 +249,20 @@ def _noisy(apply: Any, noise: float, gradients: Any, variables: Any = None) -> A
     return apply([changed(gradient) for gradient in gradients], variables)
 
 
-def _optimizer(spec: View, hvd: Any, noise: float) -> Any:
+def _distributed(made: Any, model: Any, spec: View, side: Side, **chosen: Any) -> Any:
+    """An optimizer, or the tape of a step, that averages gradients."""
+    if spec.distributed != "plain":
+        chosen[spec.distributed] = VALUES.get(spec.distributed, True)
+    if spec.compression != "none":
+        chosen["compression"] = getattr(side.hvd.Compression, spec.compression)
+    kind = "Optimizer" if hasattr(made, "apply") else "GradientTape"
+    if own := own_layers(model):
+        make = getattr(side.hvd, f"PartialDistributed{kind}")
+        return make(made, local_layers=own, **chosen, **side.options)
+    return getattr(side.hvd, f"Distributed{kind}")(made, **chosen, **side.options)
+
+
+def _optimizer(model: Any, spec: View, side: Side, noise: float) -> Any:
     rate: Any = rate_of(spec)
     if spec.schedule:
         rate = keras.optimizers.schedules.ExponentialDecay(rate, 2, 0.8)
@@ -175,24 +274,38 @@ def _optimizer(spec: View, hvd: Any, noise: float) -> Any:
         options[spec.option] = VALUES[spec.option]
     if name == "Momentum":
         name, options = "SGD", {**options, "momentum": 0.8}
-    of_hvd = spec.distributed
-    chosen = {} if of_hvd == "plain" else {of_hvd: VALUES.get(of_hvd, True)}
-    if spec.backward_passes and hvd:
+    chosen: dict[str, Any] = {}
+    if spec.backward_passes and side.hvd:
         chosen["backward_passes_per_step"] = spec.accumulation
         chosen["average_aggregated_gradients"] = True
     elif spec.accumulation > 1:
         options["gradient_accumulation_steps"] = spec.accumulation
     made = getattr(keras.optimizers, name)(rate, **options)
+    if spec.multi:
+        other = keras.optimizers.SGD(0.02, **options | {"momentum": 0.5, "name": "other"})
+        of_paths = keras.optimizers.OptimizerMap(made, {"(.*/)?a/.*": other})
+        made = keras.optimizers.MultiOptimizer(of_paths, name="several")
     if noise:
         made.apply = functools.partial(_noisy, made.apply, noise)
     if spec.loss_scale or spec.precision == "mixed_float16":
         scale = {"initial_scale": 16.0, "dynamic_growth_steps": 2, "name": "scale"}
         made = keras.optimizers.LossScaleOptimizer(made, **scale)
-    return hvd.DistributedOptimizer(made, **chosen) if hvd else made
+    if not side.hvd or spec.step == "tape":
+        return made
+    return _distributed(made, model, spec, side, **chosen)
 
 
-def compiled(model: Any, spec: View, hvd: Any, noise: float = 0.0) -> Any:
-    """Compile a model, and return it; ``hvd`` is None for one process without hvd_keras."""
+def prepare(model: Any, spec: View, side: Side) -> None:
+    """Gives a step of its own what it needs."""
+    if spec.step == "tape" and side.hvd:
+        model.tape = functools.partial(_distributed, model=model, spec=spec, side=side)
+    if spec.step == "second":
+        second = keras.optimizers.SGD(0.05, momentum=0.5, name="second")
+        model.second = _distributed(second, model, spec, side) if side.hvd else second
+
+
+def compiled(model: Any, spec: View, side: Side, noise: float = 0.0) -> Any:
+    """Compile a model, and return it."""
 
     def each(make: Any) -> Any:
         of = {"one": make, "list": lambda: [make(), make()]}
@@ -212,7 +325,7 @@ def compiled(model: Any, spec: View, hvd: Any, noise: float = 0.0) -> Any:
         return ["mae", keras.metrics.RootMeanSquaredError()]
 
     model.compile(
-        _optimizer(spec, hvd, noise),
+        _optimizer(model, spec, side, noise),
         each(loss),
         metrics=each(metrics) if spec.metrics in ("metrics", "both") else None,
         weighted_metrics=each(metrics) if spec.metrics in ("weighted", "both") else None,
@@ -220,7 +333,8 @@ def compiled(model: Any, spec: View, hvd: Any, noise: float = 0.0) -> Any:
         run_eagerly=spec.mode == "eager",
         jit_compile=spec.mode == "xla",
     )
-    if spec.optimizer == "ScheduleFreeAdamW" and not hvd and model.built:
+    prepare(model, spec, side)
+    if spec.optimizer == "ScheduleFreeAdamW" and not side.hvd and model.built:
         # Otherwise Keras builds it anew in each trace of a step.
         model.optimizer.build(model.trainable_variables)
     return model

@@ -26,7 +26,7 @@ import numpy as np
 import tensorflow as tf
 
 from tests.programs import model
-from tests.programs.data import Feed, frames
+from tests.programs.data import Feed, Side, frames
 from tests.programs.draw import View
 
 
@@ -51,32 +51,33 @@ def stopping(where: str) -> Any:
 
 
 class Program:
-    """A program in this process; ``rank`` is None for one process without hvd_keras."""
+    """A program in this process."""
 
-    def __init__(self, spec: dict[str, Any], rank: int | None, size: int, noise: float) -> None:
-        self.spec, self.rank, self.size, self.noise = View(spec), rank, size, noise
+    def __init__(self, spec: dict[str, Any], side: Side, noise: float) -> None:
+        self.spec, self.side, self.noise, self.hvd = View(spec), side, noise, side.hvd
         self.seen: dict[str, Any] = {}
         self.folder = pathlib.Path("files")  # of all ranks
         self.step = "fit"  # what the program does
-        self.hvd: Any = None if rank is None else importlib.import_module("hvd_keras")
 
     def begin(self) -> None:
         """Makes all that a script makes."""
         self.model = self.new_model()
-        kinds = "train", "other", "validation"
-        of = self.spec, self.rank, self.size
-        self.train, self.other, self.validation = (Feed(kind, *of) for kind in kinds)
+        of = self.spec, self.side
+        self.train, self.other = Feed("train", *of), Feed("other", *of)
+        self.validation = Feed("validation", *of)
         self.given = self.train.fit()
 
     def run(self) -> None:
         """Does what the spec says."""
         keras.config.set_dtype_policy(self.spec.precision)
         self.begin()
-        if self.spec.restart == "none" or self.rank is None:
+        if self.spec.restart == "none" or not self.hvd:
             epochs = {"epochs": self.spec.epochs, "initial_epoch": self.spec.initial_epoch}
             self.fit(self.given, **epochs)
         else:
             self.restart()
+            if not self.side.process_set.included():
+                return
         for number, action in enumerate(self.spec.then):
             self.step = f"then {number}, {action},"
             getattr(self, f"then_{action}")()
@@ -88,8 +89,8 @@ class Program:
 
     def new_model(self) -> Any:
         # The ranks' weights differ; those of rank 0 are broadcast.
-        made = model.build(self.spec, 100 * (self.rank or 0), self.noise)
-        return model.compiled(made, self.spec, self.hvd, self.noise)
+        made = model.build(self.spec, 100 * (self.side.rank or 0), self.noise, self.side)
+        return model.compiled(made, self.spec, self.side, self.noise)
 
     def callbacks(self) -> list[Any]:
         """As the spec says, in the order that docs/guide.md asks for."""
@@ -114,7 +115,9 @@ class Program:
 
         found = []
         if hvd:
-            found.append(hvd.callbacks.BroadcastGlobalVariablesCallback(0))
+            own = [v for layer in model.own_layers(self.model) for v in layer.variables]
+            of_rank = own if own and self.spec.step == "tape" else None  # an optimizer knows
+            found.append(hvd.callbacks.BroadcastGlobalVariablesCallback(0, of_rank))
             found += [hvd.callbacks.MetricAverageCallback()] if self.spec.average else []
         made = {
             "hvd_schedule": schedule,
@@ -129,6 +132,7 @@ class Program:
             "every_batch": lambda: of.ModelCheckpoint(
                 path / "{epoch}-{batch}.weights.h5", save_freq=2, save_weights_only=True
             ),
+            "verify": lambda: hvd.callbacks.VerifyWeights(1) if hvd else of.Callback(),
             "csv": lambda: of.CSVLogger(path / "log.csv", append=self.spec.restart != "none"),
         }
         return [*found, *(make() for name, make in made.items() if name in self.spec.callbacks)]
@@ -171,21 +175,43 @@ class Program:
             # Each rank has the sum of its own gradients.
             variables["optimizer"] = [v for v in every if all(v is not own for own in sums)]
         for kind, some in variables.items():
-            found |= {f"{kind} {i} {v.name}": np.asarray(v) for i, v in enumerate(some)}
-        found["rate"] = float(optimizer.learning_rate)
+            shared = [v for v in some if "own" not in v.path]
+            found |= {f"{kind} {i} {v.name}": self.whole(v) for i, v in enumerate(shared)}
+            parts = [np.ravel(v) for v in some if "own" in v.path]
+            if parts:
+                every = np.concatenate(parts)
+                every = self.hvd.allgather(every, **self.side.options) if self.hvd else every
+                found[f"{kind} own"] = np.sort(every)
+        found["rate"] = float(getattr(optimizer, "learning_rate", 0))
         found["iterations"] = int(optimizer.iterations)
         self.seen |= {f"{self.step} {name}": value for name, value in found.items()}
 
+    def whole(self, variable: Any) -> Any:
+        """The array of a variable, of which this rank may have a part."""
+        if self.spec.is_divided and self.hvd:
+            return importlib.import_module("hvd_keras.gradients.shards").whole(variable)
+        return np.asarray(variable)
+
     def restart(self) -> None:
-        """Breaks off, and goes on with all new."""
-        every = {"epoch": "epoch", "batch": 1}[self.spec.restart]
-        checkpoint = functools.partial(self.hvd.callbacks.Checkpoint, self.folder / "state")
+        """Breaks off, and goes on with all new; "fewer": without the last rank."""
+        every = 1 if self.spec.restart == "batch" else "epoch"
+        of_all = self.side.process_set
+
+        def checkpoint() -> Any:
+            folder = self.folder / "state"
+            return self.hvd.callbacks.Checkpoint(folder, save_freq=every, **self.side.options)
+
         with contextlib.suppress(StopError):
-            stop = stopping(self.spec.restart)
-            self.fit(self.given, checkpoint(save_freq=every), stop, epochs=self.spec.epochs)
+            stop = stopping("batch" if self.spec.restart == "batch" else "epoch")
+            self.fit(self.given, checkpoint(), stop, epochs=self.spec.epochs)
         keras.backend.clear_session()  # which names variables anew, as a new process does
+        if self.spec.restart == "fewer":
+            self.side = of_ranks(tuple(range(of_all.size() - 1)))
+            if not self.side.process_set.included():
+                self.seen.clear()
+                return
         self.begin()
-        self.fit(self.given, checkpoint(save_freq=every), epochs=self.spec.epochs)
+        self.fit(self.given, checkpoint(), epochs=self.spec.epochs)
 
     def then_fit(self) -> None:
         self.fit(self.given, epochs=1)
@@ -200,7 +226,7 @@ class Program:
             options["callbacks"] = [self.hvd.callbacks.MetricAverageCallback()]
         form = "padded" if self.spec.validation == "padded" else "sharded"
         spec = View({**self.spec.spec, "validation": form})
-        data = Feed("validation", spec, self.rank, self.size).evaluation(form)
+        data = Feed("validation", spec, self.side).evaluation(form)
         self.seen[f"{self.step} evaluated"] = self.evaluated(data, **options)
 
     def then_evaluate_all(self) -> None:
@@ -217,11 +243,14 @@ class Program:
     def then_save(self) -> None:
         """Goes on with what was saved."""
         if self.spec.shards and self.hvd:
-            self.hvd.save_model(self.model, self.folder / "saved.keras")
+            self.hvd.save_model(self.model, self.folder / "saved.keras", **self.side.options)
         else:
             self.model.save(self.folder / "saved.keras")
         load = self.hvd.load_model if self.hvd else keras.models.load_model
         self.model = load(self.folder / "saved.keras")
+        model.prepare(self.model, self.spec, self.side)
+        if self.spec.is_divided:  # which no file has with its optimizer
+            model.compiled(self.model, self.spec, self.side, self.noise)
         self.then_fit()
 
     def then_weights(self) -> None:
@@ -236,7 +265,7 @@ class Program:
         """Goes on without training the first layer."""
         parts = getattr(self.model, "parts", self.model.layers)
         next(layer for layer in parts if layer.weights).trainable = False
-        model.compiled(self.model, self.spec, self.hvd, self.noise)
+        model.compiled(self.model, self.spec, self.side, self.noise)
         self.then_fit()
 
     def then_rate(self) -> None:
@@ -245,7 +274,7 @@ class Program:
 
     def then_on_batch(self) -> None:
         data = tf.nest.map_structure(lambda part: part[: self.spec.batch], self.train.data)
-        at = np.arange(self.spec.batch) % self.size == (self.rank or 0)
+        at = np.arange(self.spec.batch) % self.side.size == (self.side.rank or 0)
         self.model.train_on_batch(*tf.nest.map_structure(lambda part: part[at], data))
         self.look()
 
@@ -273,12 +302,22 @@ def numbers(path: pathlib.Path) -> dict[str, Any]:
     return found
 
 
-def run(spec: dict[str, Any], rank: int | None, size: int, noise: float = 0.0) -> dict[str, Any]:
+@functools.cache
+def of_ranks(ranks: tuple[int, ...]) -> Side:
+    """The side of this rank in a process set, which all ranks make."""
+    hvd = importlib.import_module("hvd_keras")
+    of = hvd.global_process_set
+    if len(ranks) < hvd.size():
+        of = hvd.add_process_set(ranks)
+    return Side(of.rank() if of.included() else -1, of.size(), of)
+
+
+def run(spec: dict[str, Any], side: Side, noise: float = 0.0) -> dict[str, Any]:
     """What the user of a program sees; the program's folder is the current one."""
     keras.backend.clear_session()
     gc.freeze()  # it has collected; what is left stays
     keras.utils.set_random_seed(1)
-    program = Program(spec, rank, size, noise)
+    program = Program(spec, side, noise)
     try:
         program.run()
     except Exception as error:
@@ -288,21 +327,24 @@ def run(spec: dict[str, Any], rank: int | None, size: int, noise: float = 0.0) -
 
 
 def main(path: str, folder: str, how: str) -> None:
-    rank, size, meet = None, 1, lambda: None
+    side, rank, meet = Side(), 0, lambda: None
     if how == "ranks":
         import hvd_keras as hvd
 
         hvd.init()
-        rank, size, meet = hvd.rank(), hvd.size(), hvd.barrier
+        rank, meet = hvd.rank(), hvd.barrier
     for name, spec in json.loads(pathlib.Path(path).read_text()).items():
         noise = spec.pop("noise", 0.0)
         where = pathlib.Path(folder, name)
         where.mkdir(parents=True, exist_ok=True)
         os.chdir(where)
         meet()
-        seen = run(spec, rank, size, noise)
+        if how == "ranks":
+            side = of_ranks(tuple(range(hvd.size() - View(spec).beside)))
+        has_part = how != "ranks" or side.process_set.included()
+        seen = run(spec, side, noise) if has_part else {}
         meet()  # the files are those of all ranks
-        np.savez(f"{where}.{rank or 0}.npz", **{k.replace("/", "|"): v for k, v in seen.items()})
+        np.savez(f"{where}.{rank}.npz", **{k.replace("/", "|"): v for k, v in seen.items()})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Runs many random programs on one process and on several ranks, and shows those that differ.
 
-    python -m tests.programs.run [--seeds N] [--first N] [--ranks 2,3] [--auto]
+    python -m tests.programs.run [--seeds N] [--first N] [--ranks 2,3] [--auto] [--pairs]
 
 One job of each number of ranks runs many programs, because TensorFlow starts slowly. A program that
 differs is run again, by one process with weights that differ in their last digits: if that comes to
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,8 @@ TOLERANCES = {"float32": (1e-3, 1e-4), "mixed_float16": (0.02, 0.01), "mixed_bfl
 # By how much weights are changed, for one process that rounds otherwise; and how often.
 NOISE = {"float32": 1e-6, "mixed_float16": 5e-4, "mixed_bfloat16": 4e-3}
 NOISY = 3
+# Choices that need hvd.init().
+OF_HVD = ("order", "compression", "local", "table", "beside")
 
 Seen = dict[str, Any]  # what a process shows, by name
 Told = dict[str, list[str]]  # how programs differ, by name
@@ -89,7 +91,7 @@ class Job:
     def __init__(self, size: int, specs: dict[str, Spec], folder: pathlib.Path, how: str) -> None:
         self.size, self.folder, self.how = size, folder / f"{size}", how
         self.folder.mkdir()
-        self.left = dict(specs)
+        self.left = {n: s for n, s in specs.items() if size == 1 or draw.can_run(s, size)}
         self.died: dict[str, str] = {}  # what a job printed that died in a program
         self.begin()
 
@@ -172,20 +174,22 @@ def run(specs: dict[str, Spec], sizes: Iterable[int], how: str = "ranks") -> tup
                 continue
             told = []
             for job in jobs:
-                seen = job.seen(name)
-                differ = differences(expected, seen[0], spec.get("precision", "float32"))
+                if not draw.can_run(spec, job.size):
+                    continue
+                seen = [of_rank for of_rank in job.seen(name) if of_rank]  # that had a part in it
+                differ = differences(expected, seen[0], draw.rounding(spec))
                 differ += between_ranks(seen, spec.get("average", True))
                 told += [f"{job.size} ranks: {text}" for text in differ]
             if told:
                 found[name] = told
     noisy = {}
     for name in found:
-        noise = NOISE[specs[name].get("precision", "float32")]
+        noise = NOISE[draw.rounding(specs[name])]
         noisy |= {f"{name} {i}": {**specs[name], "noise": noise * i} for i in range(NOISY + 1)}
     with ended([1] if noisy else [], noisy, how) as jobs:
         for name in list(found):
             (usual,), *others = [jobs[0].seen(f"{name} {i}") for i in range(NOISY + 1)]
-            precision = specs[name].get("precision", "float32")
+            precision = draw.rounding(specs[name])
             if any(differences(usual, other, precision, 0.5) for (other,) in others):
                 nothing[name] = ["unstable", *found.pop(name)]
     return found, nothing
@@ -214,17 +218,21 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--ranks", default="2,3", help="numbers of ranks (default: 2,3)")
     parser.add_argument("--auto", action="store_true", help="by hvdrun --auto, with no own lines")
+    parser.add_argument("--pairs", action="store_true", help="without those that have no new pair")
     parser.add_argument("--as-drawn", action="store_true", help="do not shorten what differs")
     given = parser.parse_args()
     sizes, how = [*map(int, given.ranks.split(","))], "auto" if given.auto else "ranks"
     counts: collections.Counter[str] = collections.Counter()
-    last = given.first + given.seeds
-    for first in range(given.first, last, TOGETHER):
-        specs = {f"{s}": draw.draw(s) for s in range(first, min(first + TOGETHER, last))}
-        if given.auto:  # hvd.data needs hvd.init()
+    seeds: Sequence[int] = range(given.first, given.first + given.seeds)
+    if given.pairs:
+        seeds = draw.covering(seeds)
+        print(f"{len(seeds)} programs", flush=True)
+    for first in range(0, len(seeds), TOGETHER):
+        specs = {f"{seed}": draw.draw(seed) for seed in seeds[first : first + TOGETHER]}
+        if given.auto:
             specs = {
                 name: draw.legal(
-                    {k: v for k, v in spec.items() if k != "order" and v != "tfrecord"}
+                    {k: v for k, v in spec.items() if k not in OF_HVD and v != "tfrecord"}
                 )
                 for name, spec in specs.items()
             }

@@ -10,7 +10,6 @@ import tokenize
 import hvd_keras as hvd
 from hvd_keras.hvdrun import EXTENSIONS
 from hvd_keras.launch import options
-from tests.parallel.features import table
 
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCES = [
@@ -239,15 +238,6 @@ def test_links_between_pages_lead_somewhere() -> None:
             assert not anchor or target not in anchors or anchor in anchors[target], (page, anchor)
             found += 1
     assert found > 100
-
-
-def test_the_page_of_combinations_shows_what_is_expected() -> None:
-    """`make matrix` writes it from measurements; a cell that was not measured is empty."""
-    page = (ROOT / "docs" / "tables" / "combinations.md").read_text()
-    expected = table.page({case: table.expected(case) for case in table.pairs()})
-    for line, other in zip(page.splitlines(), expected.splitlines(), strict=True):
-        cells = zip(re.split(r"\||: ", line), re.split(r"\||: ", other), strict=True)
-        assert all(cell in ("", theirs) for cell, theirs in cells), line
 
 
 def test_names_options_and_settings_are_those_that_users_know() -> None:
