@@ -67,10 +67,9 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
             process_set.check_root(self.root_rank)
         seeds = variables.global_seed_states()
         if process_set.size() == 1:
-            if variables.is_built(self.model):
-                variables.training_variables(
-                    self.model
-                )  # builds the optimizer, as on several ranks
+            one = len(model_ranks.optimizers_of(self.model)) == 1  # several may update parts
+            if one and variables.is_built(self.model):
+                variables.training_variables(self.model)  # builds it, as on several ranks
             return
         fit_state.check_built(self.model)
         layers = list(self.model._flatten_layers())

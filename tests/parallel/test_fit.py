@@ -80,37 +80,6 @@ def test_two_models_and_optimizers_that_take_turns() -> None:
         assert_equal(one, other)
 
 
-def test_several_outputs_with_weights() -> None:
-    def make():
-        inputs = keras.Input((5,))
-        hidden = keras.layers.Dense(6, activation="tanh")(inputs)
-        outputs = {name: keras.layers.Dense(1, name=name)(hidden) for name in ("a", "b")}
-        return keras.Model(inputs, outputs)
-
-    def feed(x, y, batch):
-        return {"x": x, "y": {"a": y, "b": y * 2}, "batch_size": batch}
-
-    losses = {"loss": {"a": "mse", "b": "mae"}, "loss_weights": {"a": 0.3, "b": 0.7}}
-    assert_equal(*both(make, feed, **losses))
-
-
-def test_convolution_with_regularisation_and_constraints() -> None:
-    def make():
-        layers = keras.layers
-        return keras.Sequential(
-            [
-                keras.Input((5,)),
-                layers.Reshape((5, 1)),
-                layers.Conv1D(4, 3, kernel_regularizer="l2", kernel_constraint="non_neg"),
-                layers.LayerNormalization(),
-                layers.Flatten(),
-                layers.Dense(1),
-            ]
-        )
-
-    assert_equal(*both(make))
-
-
 def test_variables_that_are_overwritten_by_their_gradient() -> None:
     """Like the scales of float8 training: the maximum over the ranks is used."""
     amax = keras.Variable(np.zeros(3, "float32"), name="amax")

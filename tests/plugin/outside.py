@@ -20,9 +20,6 @@ import pytest
 from tests.harness import ranks
 
 ROOT = pathlib.Path(__file__).parents[2]
-# The page that tests write, and the last test that adds to it.
-PAGE = "tables/matrix.md"
-LAST_OF_PAGE = "test_shares_of_every_optimizer_with_every_option"
 
 
 class ParallelFile(pytest.File):
@@ -96,13 +93,11 @@ class _Job:
             self._size,
             *(sys.executable, "-m", "pytest", f"@{arguments}"),
             *("-m", "not slow" if usual else "", "-q", "--color=no", "-p", "no:cacheprovider"),
-            *("-p", "tests.harness.matrix", "--matrix", str(self._folder / "page")),
             # A rank that hangs shows where, and ends the job. No test takes nearly as long.
             *("--timeout=1500", "--timeout-method=thread"),
             output=self._output,
             env={"HVD_TEST_PARALLEL": str(self._folder)},
         )
-        self._writes_page = LAST_OF_PAGE in {item.test for item in items}
 
     def is_over(self) -> bool:
         return self._process.poll() is not None
@@ -132,10 +127,6 @@ class _Job:
             raise _RanksFailedError(f"no case of {item.name} has run")
         if all(line["outcome"] == "skipped" for line in lines):
             pytest.skip(lines[0]["text"])
-        if item is self._last and self._writes_page:
-            expected = (ROOT / "docs" / PAGE).read_text()
-            text = f"docs/{PAGE} is old: see tests/harness/matrix.py"
-            assert (self._folder / "page").read_text() == expected, text
 
     def _wait_for(self, item: ParallelItem) -> list[list[dict[str, str]]]:
         """The reports about an item, by rank; of all ranks, unless the job has ended."""

@@ -23,7 +23,9 @@ CHOICES: dict[str, Any] = {
     "inputs": "one tuple dict",
     "outputs": "one list dict",
     "regularizer": [False, True],
+    "constraint": [False, True],
     "loss": "mse huber log_cosh mae sparse probabilities categorical binary focal dice custom",
+    "loss_weights": [False, True],
     "reduction": "sum_over_batch_size sum mean_with_sample_weight",
     "flat": [False, True],  # targets of one dimension
     "weights": "none sample class",
@@ -41,7 +43,8 @@ CHOICES: dict[str, Any] = {
     "validation_freq": [1, 2],
     "validation_steps": [0, 1],
     "optimizer": OPTIMIZERS,
-    "option": "none weight_decay clipnorm global_clipnorm clipvalue use_ema ema_overwrites",
+    "option": "none weight_decay clipnorm global_clipnorm clipvalue use_ema ema_overwrites "
+    "loss_scale_factor",
     "accumulation": [1, 2, 3],
     "backward_passes": [False, True],  # asks hvd.DistributedOptimizer for it
     "loss_scale": [False, True],
@@ -92,6 +95,7 @@ IMPOSSIBLE: list[Rule] = [
     (lambda s: s.data == "frame" and s.loss == "categorical", ["loss"]),
     (lambda s: s.is_sequence or s.loss in ("categorical", "dice", "custom"), ["flat"]),
     (lambda s: s.loss == "custom", ["reduction"]),
+    (lambda s: s.outputs == "one", ["loss_weights"]),
     (lambda s: s.loss not in ("sparse", "probabilities") and s.weights == "class", ["weights"]),
     (lambda s: (s.is_sequence or s.outputs != "one") and s.weights == "class", ["weights"]),
     (lambda s: "mean_" in s.reduction and s.weights == "none" and not s.is_sequence, ["reduction"]),
@@ -172,7 +176,7 @@ EXCLUDED: list[Rule] = [
     (lambda s: s.pads_training and not s.validates, [f"callbacks:{c}" for c in DECIDERS]),
     # hvd.data.shard: a PyDataset's batches, of which more ranks have more, are shuffled as wholes.
     (lambda s: s.data == "pydataset" and s.order == "hvd", ["order"]),
-    # docs/tables/matrix.md: "refused"; guide: SwapEMAWeights needs whole states.
+    # docs/embeddings.md, "State in shares"
     (lambda s: s.optimizer in ("Adafactor", "ScheduleFreeAdamW") and s.shards, ["distributed"]),
     # docs/embeddings.md, "Limits of tables"
     (lambda s: s.optimizer in ("Adafactor", "Lamb", "Muon") and s.is_divided, ["table"]),
@@ -185,6 +189,10 @@ EXCLUDED: list[Rule] = [
     (lambda s: s.epochs < 2, ["restart"]),
     (lambda s: s.at_once > 1 and s.restart == "batch", ["restart"]),
     (lambda s: s.restart != "none", ["initial_epoch"]),
+    # An exception may come before all ranks have written their parts: an epoch is logged twice.
+    (lambda s: s.restart in ("epoch", "fewer") and s.is_divided, ["callbacks:csv"]),
+    # A tape cannot see that the loss is a sum, and says so.
+    (lambda s: s.step == "tape", ["reduction"]),
     # The same: data of one's own that repeat begin with that epoch only if they skip the others.
     (lambda s: s.data == "agree", ["restart"]),
     # Checkpoint warns: where a generator is cannot be saved, so repeated data begin anew.

@@ -39,7 +39,7 @@ LOSSES: dict[str, tuple[Any, dict[str, Any]]] = {
 ACTIVATIONS = {"probabilities": "softmax", "binary": "sigmoid", "dice": "sigmoid"}
 # Of options of optimizers; those not here are true.
 VALUES = {"weight_decay": 0.02, "clipnorm": 0.1, "global_clipnorm": 0.2, "clipvalue": 0.03}
-VALUES |= {"num_groups": 2, "gradient_predivide_factor": 2.0}
+VALUES |= {"loss_scale_factor": 128.0, "num_groups": 2, "gradient_predivide_factor": 2.0}
 
 
 @keras.saving.register_keras_serializable("programs")
@@ -78,7 +78,11 @@ def _layers(
         made[name] = cls(*args, name=name, **options)
 
     of = keras.layers
-    decay = {"kernel_regularizer": keras.regularizers.L2(0.01)} if spec.regularizer else {}
+    decay: dict[str, Any] = {}
+    if spec.regularizer:
+        decay["kernel_regularizer"] = keras.regularizers.L2(0.01)
+    if spec.constraint:
+        decay["kernel_constraint"] = keras.constraints.MaxNorm(0.9)
     if spec.normalization:
         made["normalization"] = of.Normalization()
         x = rows(spec, "train")[0]
@@ -324,9 +328,11 @@ def compiled(model: Any, spec: View, side: Side, noise: float = 0.0) -> Any:
             return ["categorical_accuracy"]
         return ["mae", keras.metrics.RootMeanSquaredError()]
 
+    shares = iter((0.3, 0.7))
     model.compile(
         _optimizer(model, spec, side, noise),
         each(loss),
+        loss_weights=each(lambda: next(shares)) if spec.loss_weights else None,
         metrics=each(metrics) if spec.metrics in ("metrics", "both") else None,
         weighted_metrics=each(metrics) if spec.metrics in ("weighted", "both") else None,
         steps_per_execution=spec.at_once,
