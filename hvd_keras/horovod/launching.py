@@ -66,7 +66,7 @@ def spark_run(
     *,
     extra_mpi_args: str | None = None,
     env: Mapping[str, str] | None = None,
-    nics: Sequence[str] | None = None,
+    nics: Collection[str] | None = None,
     **others: Any,
 ) -> list[Any]:
     """``hvd.spark.run`` with the arguments of ``horovod.spark.run``.
@@ -82,11 +82,15 @@ def spark_run(
     options = ["--horovod"]
     if extra_mpi_args:
         options.append(f"--mpi-args={extra_mpi_args}")
-    if nics:
-        if len(nics) > 1:
-            raise TypeError(f"horovod.spark.run: {nics=}, expected one interface")
-        options.append(f"--network-interface={next(iter(nics))}")
+    options += _network("horovod.spark.run", nics)
     return hvd_keras.spark.run(fn, args, kwargs, num_proc, start_timeout, env=env, options=options)
+
+
+def _network(who: str, nics: Collection[str] | None) -> list[str]:
+    """The option of hvdrun for Horovod's set of network interfaces."""
+    if nics and len(nics) > 1:
+        raise TypeError(f"{who}: {nics=}, expected one interface")
+    return [f"--network-interface={name}" for name in nics or ()]
 
 
 class RayExecutor:
@@ -107,7 +111,7 @@ class RayExecutor:
 
     def __init__(
         self,
-        settings: Mapping[str, float] | None = None,
+        settings: Mapping[str, Any] | None = None,
         num_workers: int | None = None,
         num_hosts: int | None = None,
         num_workers_per_host: int = 1,
@@ -137,10 +141,17 @@ class RayExecutor:
 
     @staticmethod
     def create_settings(
-        timeout_s: float = 30.0, placement_group_timeout_s: float = 100.0, **others: Any
-    ) -> dict[str, float]:
-        """Return settings: how long to wait for resources. The others are for Horovod's ssh."""
-        return {"wait_seconds": placement_group_timeout_s}
+        timeout_s: float = 30.0,
+        placement_group_timeout_s: float = 100.0,
+        nics: Collection[str] | None = None,
+        **others: Any,
+    ) -> dict[str, Any]:
+        """Return settings: how long to wait for resources, and the network, one interface.
+
+        The others are for Horovod's ssh.
+        """
+        options = _network("RayExecutor.create_settings", nics)
+        return {"wait_seconds": placement_group_timeout_s, "options": options}
 
     def start(
         self,

@@ -36,9 +36,9 @@ follows it are its arguments.
   hvdrun -np 4 train.py --epochs 3
   hvdrun -np 8 -H server1:4,server2:4 train.py
 
-The exit status is 0 only if every rank has finished with exit status 0. Otherwise it is that of the
-rank that failed first (128 + N if signal N killed it), 2 for a wrong command line, or 130 after
-Ctrl-C."""
+The exit status is 0 only if every rank has finished with exit status 0. Otherwise it is that of
+the rank that failed first (128 + N if signal N killed it), 1 if none did but the job went wrong, 2
+for a wrong command line, or 128 + N if signal N ended hvdrun (Ctrl-C: 130)."""
 
 
 def _expect(fits: bool, option: str, text: str, expected: str) -> str:

@@ -311,9 +311,9 @@ for Clipped.clips in (False, True):
     found = [text for text in told if "gradients are changed" in text]
     assert len(found) == (Clipped.clips and rank == 0), told
 
-def fails(error, text, *args, **kwargs):
+def fails(error, text, *args, make=hvd.DistributedOptimizer, **kwargs):
     try:
-        hvd.DistributedOptimizer(*args, **kwargs)
+        make(*args, **kwargs)
     except error as caught:
         assert text in str(caught), caught
     else:
@@ -322,6 +322,19 @@ def fails(error, text, *args, **kwargs):
 import keras
 fails(TypeError, "unset it", keras.optimizers.SGD())
 fails(ValueError, "distributed already", opt)
+fails(ValueError, "it needs an optimizer of Keras 3", optimizers.SGD(), shard_state=True)
+for make in (hvd.callbacks.Checkpoint, lambda path: hvd.layers.Embedding(9, 3, shard="rows")):
+    fails(ValueError, "needs Keras 3, but tf_keras is in use", "state", make=make)
+# On a process set, with compression.
+some = hvd.add_process_set([0])
+if rank == 0:
+    net = tf.keras.Sequential([tf.keras.Input((3,)), tf.keras.layers.Dense(1)])
+    before = net.get_weights()[0]
+    how = {"process_set": some, "compression": hvd.Compression.fp16}
+    net.compile(hvd.DistributedOptimizer(optimizers.SGD(0.1), **how), "mse")
+    verify = hvd.callbacks.VerifyWeights(1)
+    net.fit(inputs, targets, verbose=0, callbacks=[broadcast, verify])
+    assert (net.get_weights()[0] != before).all()
 print("done")
 """,
 }

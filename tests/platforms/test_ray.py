@@ -156,6 +156,9 @@ def test_what_horovods_executor_refuses() -> None:
         RayExecutor({}, None, 2, 4)  # in Horovod's order
     with pytest.raises(TypeError, match="ranks do not outlive a call"):
         RayExecutor(num_workers=1).start(executable_cls=dict)
+    assert "--network-interface=eth0" in RayExecutor.create_settings(nics={"eth0"})["options"]
+    with pytest.raises(TypeError, match="expected one interface"):
+        RayExecutor.create_settings(nics={"eth0", "eth1"})
 
 
 @pytest.mark.slow
