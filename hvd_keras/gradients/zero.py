@@ -369,7 +369,8 @@ class ShardedReducer(reducer.KerasReducer):
         averages = optimizer._model_variables_moving_average
         pairs = [
             (variable, average)
-            for variable, average in zip(variables, averages, strict=True)
+            # Keras passes those of a second optimizer, too, at the end of fit.
+            for variable, average in zip(variables, averages, strict=False)
             if self._holds(variable)
         ]
         held, own = zip(*pairs, strict=True) if pairs else ((), ())

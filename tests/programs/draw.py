@@ -116,10 +116,8 @@ IMPOSSIBLE: list[Rule] = [
     (lambda s: "hvd_schedule" in s.callbacks, ["callbacks:plateau", "callbacks:scheduler"]),
     (lambda s: s.option not in ("use_ema", "ema_overwrites"), ["callbacks:swap_ema"]),
     # Keras itself builds it anew in each trace of a step.
-    (
-        lambda s: s.style in ("unbuilt", "subclassed") and s.optimizer == "ScheduleFreeAdamW",
-        ["style"],
-    ),
+    (lambda s: s.style in ("unbuilt", "subclassed") and s.schedule_free, ["style", "local"]),
+    (lambda s: s.step == "second" and s.schedule_free, ["step"]),
     # XLA refuses different numbers of rows of losses of all rows, and of embeddings' gradients.
     (
         lambda s: (
@@ -129,8 +127,10 @@ IMPOSSIBLE: list[Rule] = [
         ["unequal"],
     ),
     # Alone it is built earlier, and a file of weights has the state of what is built.
-    (lambda s: s.optimizer == "ScheduleFreeAdamW", ["then:weights"]),
+    (lambda s: s.schedule_free, ["then:weights"]),
     (lambda s: not s.has_table, ["table"]),
+    # Keras cannot divide sparse gradients.
+    (lambda s: s.has_table and s.option == "loss_scale_factor", ["option"]),
     (lambda s: s.has_table or s.data == "frame", ["normalization"]),
     (lambda s: s.step == "second", ["multi", "then:save"]),
     (lambda s: s.multi, [f"callbacks:{c}" for c in ("plateau", "scheduler", "hvd_schedule")]),
@@ -207,7 +207,7 @@ EXCLUDED: list[Rule] = [
     (lambda s: s.step == "tape" and s.distributed in ("shard_state", "num_groups"), ["step"]),
     (lambda s: s.step == "tape" and s.beside, ["beside"]),
     # hvd.load_model is for training on all ranks.
-    (lambda s: s.beside, ["then:save"]),
+    (lambda s: s.beside or s.restart == "fewer", ["then:save"]),
     (lambda s: s.multi and s.distributed == "shard_state", ["multi"]),
     (lambda s: s.has_norm and s.is_divided and (s.multi or s.step == "tape"), ["option"]),
     (lambda s: s.option == "global_clipnorm" and s.local and s.multi, ["option"]),
@@ -237,6 +237,7 @@ class View(types.SimpleNamespace):
         self.validates = self.validation != "none" and self.validation_freq == 1
         self.is_divided = self.table == "divided"
         self.shards = self.distributed == "shard_state" or self.is_divided
+        self.schedule_free = self.optimizer == "ScheduleFreeAdamW"
         self.has_norm = self.option in ("clipnorm", "global_clipnorm")
         self.rounding = rounding(spec)
 

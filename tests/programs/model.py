@@ -2,7 +2,7 @@
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -59,7 +59,7 @@ class Initial(keras.initializers.Initializer):
 
 
 def _layers(
-    spec: View, number: int, noise: float, divided: int | None = None, own: Iterable[int] = ()
+    spec: View, number: int, noise: float, divided: int | None = None, own: Sequence[int] = ()
 ) -> dict[str, Any]:
     """The layers of a model by name.
 
@@ -119,8 +119,10 @@ def _layers(
         activation = ACTIVATIONS.get(spec.loss)
         add(of.Dense, name, units, activation=activation, dtype="float32")
     for rank in own:
-        made[f"own{rank}"] = of.Dense(2, name=f"own{rank}", kernel_initializer=Initial(900 + rank))
-        made[f"own{rank}"].build((None, SIDE))  # the optimizer must know its variables
+        name = f"own{rank}" if len(own) > 1 else "own"  # the same on all ranks
+        made[name] = of.Dense(2, name=name, kernel_initializer=Initial(900 + rank))
+        made[name].owner = rank
+        made[name].build((None, SIDE))  # the optimizer must know its variables
     return made
 
 
@@ -133,10 +135,10 @@ def _wire(spec: View, layers: dict[str, Any], x: Any) -> Any:
         if name not in ("beside", "a", "b") and "own" not in name:
             x = layer(x)
     if spec.local:
-        own = {int(name[-1]): layer for name, layer in layers.items() if "own" in name}
-        which = side[:, SIDE:]
-        parts = [layer(side[:, :SIDE]) * which[:, i : i + 1] for i, layer in own.items()]
-        x = keras.ops.concatenate([x, sum(parts)], axis=-1)
+        own = [layer for name, layer in layers.items() if "own" in name]
+        x = keras.ops.concatenate(
+            [x, sum(one(side[:, :SIDE]) * side[:, SIDE + one.owner, None] for one in own)], axis=-1
+        )
     elif side is not None:
         x = keras.ops.concatenate([x, layers["beside"](side)], axis=-1)
     outputs = {name: layers[name](x) for name in ("a", "b") if name in layers}
