@@ -4,10 +4,10 @@ Most losses are means over the rows of a batch, and the mean of the ranks' means
 rows. Keras divides a masked loss by the number of valid entries, though, and one with
 ``reduction="mean_with_sample_weight"`` by the sum of the weights: numbers that differ by rank. The
 loss of all ranks is sum(n_r * loss_r) / sum(n_r), so each rank's is multiplied by
-N * n_r / sum(n_r). Losses that are summed are multiplied by N. Those that are neither a mean nor a
-sum over the rows get the rows of all ranks. Validation does alike if all ranks validate together
-and average their metrics. A custom loop gets a warning, and its losses are not
-weighed.
+N * n_r / sum(n_r). Losses that are summed are multiplied by N, unless a train_step of one's own
+calls them, to divide the sum itself. Those that are neither a mean nor a sum over the rows get the
+rows of all ranks, as do functions that are metrics. Validation does alike if all ranks validate
+together and average their metrics. A custom loop gets a warning, and its losses are not weighed.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import contextvars
 import dataclasses
 import functools
 import itertools
+import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -23,6 +24,7 @@ import tensorflow as tf
 
 from hvd_keras import ops
 from hvd_keras.gradients import agreement, missing_calls, specs
+from hvd_keras.ops.validate import is_compiling
 from hvd_keras.runtime import agree, rank_info
 from hvd_keras.runtime.keras import call_loss, divisors, is_legacy, keras, replaced
 from hvd_keras.runtime.process_sets import ProcessSet
@@ -39,6 +41,8 @@ class Weighing:
     is_together: Any = None  # in validation a variable: all ranks take this step
     counts_rows: bool = False  # the ranks' batches may have different numbers of rows
     calls: int = 0  # losses that this step has computed
+    metrics: int = 0  # of all ranks' rows
+    is_compiled: bool = False  # the losses of compile are called, which Keras adds up
     logs_outputs: bool = False  # Keras logs the loss of each output, too
     # What that is multiplied by if each step counts alike in it; 0 if each row does.
     by_steps: Any = None
@@ -92,16 +96,42 @@ def weighed(
                 if (local := getattr(layer, "activity_regularizer", None)) is not None:
                     of_all = functools.partial(_of_all_rows, own, local)
                     stack.enter_context(replaced(layer, "activity_regularizer", of_all))
+            if (of_compile := getattr(model, "_compile_loss", None)) is not None:
+                counted = functools.partial(_of_compile, own, of_compile, of_compile.call)
+                stack.enter_context(replaced(of_compile, "call", counted))
             result = one_step(*args, **kwargs)
-        if counts and not own.calls and not agree.is_building.get():
-            missing_calls.tell(
-                "the ranks may have batches of different sizes, and this train_step computes its "
-                "loss without a keras.losses.Loss, so each rank counts alike, not each row. Use "
-                "self.compute_loss, a Loss, or hvd.data.shard, which gives ranks equal batches."
-            )
+        if counts and not agree.is_building.get():
+            _tell_what_counts_by_rank(own)
         return result
 
     return replaced(model, method, step)
+
+
+def _of_compile(own: Weighing, of_compile: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the losses of ``compile``, all of which are weighed."""
+    before = own.calls
+    with replaced(own, "is_compiled", True):
+        value = call(*args, **kwargs)
+    every = [one.loss for one in of_compile._flat_losses or () if one.loss is not None]
+    if own.calls - before < len(every) and not agree.is_building.get():
+        usual = keras.losses.Loss.__call__
+        names = {type(loss).__name__ for loss in every if type(loss).__call__ is not usual}
+        missing_calls.tell(
+            f"the __call__ of {', '.join(sorted(names))} is not that of keras.losses.Loss, so the "
+            "ranks' losses are averaged as means over equally many rows. Override call instead."
+        )
+    return value
+
+
+def _tell_what_counts_by_rank(own: Weighing) -> None:
+    added = any(getattr(layer, "_losses", ()) for layer in own.model._flatten_layers())
+    if not own.calls or added:
+        what = "add_loss or an activity regularizer" if own.calls else "no keras.losses.Loss"
+        missing_calls.tell(
+            f"the ranks may have batches of different sizes, and this train_step has {what}: each "
+            "rank counts alike in it, not each row. Use self.compute_loss, a Loss, or "
+            "hvd.data.shard, which gives ranks equal batches."
+        )
 
 
 @functools.cache
@@ -180,6 +210,9 @@ def _weigh(
 ) -> Any:
     reduction = "sum" if kind == "sum" else getattr(loss, "reduction", None)
     size = tf.cast(own.process_set.size(), value.dtype)
+    if not (own.is_compiled or is_legacy) and reduction in (None, "none", "sum"):
+        value = _divided_by_the_step(loss, value, tf.nest.flatten(y_pred)[0])
+        reduction, weights = "mean", []
     if reduction in (None, "none", "sum") and not own.averages:
         # Optimizers with op=hvd.Sum are right to leave it; a tape may average.
         missing_calls.warn_if_averaged(
@@ -229,6 +262,64 @@ def _weigh(
     return _with_gradient_of(size * tf.cast(entries, value.dtype) * value, logged)
 
 
+def _divided_by_the_step(loss: Any, value: Any, rows: Any) -> Any:
+    """A sum, or the losses of rows, of which a step of one's own makes a mean; tell if it does not.
+
+    The gradient that comes back shows what the step does: it is 1 if it adds up, or less.
+    """
+
+    def gradient(upstream: Any) -> Any:
+        if _is_one(upstream) and rows.shape[0] != 1:
+            missing_calls.warn_if_averaged(
+                f"a train_step uses the loss {loss.name} as a sum, and the ranks' gradients are "
+                "averaged, so they are smaller than those of one process. Divide the sum by the "
+                "number of rows, or use self.compute_loss."
+            )
+        return upstream
+
+    return tf.custom_gradient(lambda value: (tf.identity(value), gradient))(value)
+
+
+# Operations that pass on what they get.
+_PASSING = {"Fill", "BroadcastTo", "Reshape", "Tile", "Identity", "Cast", "Squeeze", "ExpandDims"}
+
+
+def _is_one(tensor: Any) -> bool:
+    """Whether all elements are known to be 1; in a graph before they are computed."""
+    if hasattr(tensor, "numpy"):
+        return bool(tf.reduce_all(tensor == 1))
+    if tensor.op.type == "Const":
+        return bool(tf.reduce_all(tf.get_static_value(tensor) == 1))
+    given = [source for source in tensor.op.inputs if source.dtype.is_floating]
+    return tensor.op.type in _PASSING and bool(given) and all(map(_is_one, given))
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def update(
+    update_alone: Any, metric: Any, y_true: Any, y_pred: Any, sample_weight: Any = None
+) -> Any:
+    """Replace ``keras.metrics.MeanMetricWrapper.update_state``.
+
+    A function that gives no number for each row gets the rows of all ranks.
+    """
+    own, function = weighing.get(), metric._fn
+    is_known = str(getattr(function, "__module__", "")).startswith("keras.")
+    if own is None or is_known or agree.is_building.get():
+        return update_alone(metric, y_true, y_pred, sample_weight)
+    options = metric._fn_kwargs
+    call = functools.partial(function, **options)
+    tried = types.SimpleNamespace(fn=function, call=call, _fn_kwargs=options)
+    kind = row_trials.kind_of(tried, y_true, y_pred)
+    is_mean = kind == "mean" and sample_weight is None and not own.counts_rows
+    if kind in ("rows", "unknown") or is_mean:
+        return update_alone(metric, y_true, y_pred, sample_weight)
+    own.metrics += 1
+    name, process_set = f"metric {own.metrics}, {metric.name}", own.process_set
+    given = [part for part in (y_true, y_pred, sample_weight) if part is not None]
+    rows = own.together(lambda: _gather(given, name, process_set), lambda: given)
+    return update_alone(metric, *rows)
+
+
 def _log(own: Weighing, update: Any, value: Any, sample_weight: Any = None) -> None:
     """Log the loss of an output as Keras: by rows, or by steps if a graph cannot tell how many."""
     if own.by_steps is not None:
@@ -247,12 +338,22 @@ def _gather(value: Any, name: str, process_set: ProcessSet) -> Any:
             part = part / tf.cast(process_set.size(), part.dtype)
             (total,) = ops.reduce_tensors([part], op=ops.Sum, name=name, process_set=process_set)
             return total
-        gathered = ops.allgather(part, name=name, process_set=process_set)
+        gathered = rows_of_all(part, name)
         for also in ("_keras_mask", "_keras_logits"):  # which losses of Keras use
             if (rows := getattr(part, also, None)) is not None:
-                rows = ops.allgather(rows, name=name + also, process_set=process_set)
-                setattr(gathered, also, rows)
+                setattr(gathered, also, rows_of_all(rows, name + also))
         return gathered
+
+    def rows_of_all(rows: Any, name: str) -> Any:
+        if None in rows.shape[1:] and not is_compiling():
+            # Each rank has padded its batch to its own longest row; one process pads all.
+            sizes = tf.shape(rows)[1:]
+            (most,) = ops.reduce_tensors(
+                [sizes], op=ops.Max, name=f"{name} padding", process_set=process_set
+            )
+            missing = tf.concat([[0], most - sizes], 0)
+            rows = tf.pad(rows, tf.stack([tf.zeros_like(missing), missing], 1))
+        return ops.allgather(rows, name=name, process_set=process_set)
 
     parts = enumerate(tf.nest.flatten(value))
     return tf.nest.pack_sequence_as(

@@ -87,6 +87,7 @@ def _rows() -> list[Patch]:
         (scaled, "check_finite", "to skip a step or none", keras_classes.check_finite),
         (layers.BatchNormalization, "_moments", _SYNCHRONIZE, keras_classes.moments),
         (layers.Embedding, "call", "to look up rows alone", keras_classes.look_up),
+        (keras.metrics.MeanMetricWrapper, "update_state", _OF_ALL_ROWS, losses.update),
         *_common_rows(),
     ]
 
@@ -107,6 +108,7 @@ def _legacy_rows() -> list[Patch]:
 
 _NOT_DISTRIBUTED = "to find optimizers that are not distributed"
 _SYNCHRONIZE = "to synchronize batch normalization between processes"
+_OF_ALL_ROWS = "to compute functions of all ranks' rows"
 _VARIABLES = "to make variables before the first step"
 _WHOLE_FILES = "to replace files only by complete ones"
 _ONE_WRITER = "to write files on one rank alone"

@@ -78,8 +78,9 @@ def _try(
         for i, (shape, dtype) in enumerate(specs):
             drawn = random.uniform(0.1, 0.9, (_ROWS, *shape))
             if i < labels:  # 0 and 1 are valid for all losses
-                drawn = (drawn < share).astype(float)
-                drawn[random.uniform(size=drawn.shape) < share] = mark
+                marked = random.permutation(drawn.size) < share * drawn.size
+                drawn = random.permutation(marked).astype(float).reshape(drawn.shape)
+                drawn[marked.reshape(drawn.shape)] = mark
             found.append(tf.cast(drawn, dtype))
         return found
 
@@ -95,9 +96,10 @@ def _try(
     for traced in functions:
         traced.set_external_captures([handles.get(id(c), c) for c in traced.captured_inputs])
     kinds: set[Kind] = set()
-    # The numbers that a loss compares labels with may mark rows, such as those of padding.
-    for mark in (1.0, *_marks(functions[0])):
-        parts = [rows(share, mark) for share in (0.2, 0.6)]
+    # The numbers that a loss compares labels with, and those beside, may mark rows, as padding is;
+    # of each part another number, so that the mean of two masked means is not that of all.
+    for mark in (0.0, 1.0, -1.0, *_marks(functions[0])):
+        parts = [rows(share, mark) for share in (0.25, 0.75)]
         try:
             one, other = (np.asarray(functions[0](*some), "float64") for some in parts)
             both = [tf.concat(pair, 0) for pair in zip(*parts, strict=True)]
@@ -135,7 +137,7 @@ def _nodes(traced: Any) -> list[Any]:
 
 
 def _marks(traced: Any) -> set[float]:
-    """The numbers that a function compares with, except 0 and 1."""
+    """The numbers that a function compares with, and those beside, except -1, 0 and 1."""
     values = [c.numpy() for c in traced.captured_inputs if c.dtype != tf.resource]
     for nodes in _nodes(traced):
         named = {node.name: node for node in nodes}
@@ -148,7 +150,8 @@ def _marks(traced: Any) -> set[float]:
                     found = named.get(found.input[0].partition(":")[0])
                 if found is not None and found.op == "Const":
                     values.append(tf.make_ndarray(found.attr["value"].tensor))
-    return {float(v.item()) for v in values if v.size == 1 and v.dtype.kind in "iuf"} - {0, 1}
+    found = {float(v.item()) for v in values if v.size == 1 and v.dtype.kind in "iuf"}
+    return {value + beside for value in found for beside in (-1, 0, 1)} - {-1, 0, 1}
 
 
 def layer_that_mixes(model: Any, element_spec: Any) -> str:
