@@ -79,6 +79,7 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
         specs.check_specs("broadcast", list(described), process_set)
         shared = model_ranks.without_local(variables.training_variables(self.model))
         own = variables.average_accumulated(self.model, process_set)  # of an earlier fit
+        own += variables.recurrent_states(layers)
         own += [v for rounds in model_ranks.rounds_of(self.model) for v in rounds.variables()]
         shared = [v for v in shared if not any(v is other for other in own)]
         hvd.broadcast_variables([*shared, *seeds], self.root_rank, process_set)

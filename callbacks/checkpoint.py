@@ -6,6 +6,7 @@ import os
 import pathlib
 import sys
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from hvd_keras.callbacks.base import Callback
 from hvd_keras.data.sources import Passes
 from hvd_keras.gradients import model_ranks, shards
 from hvd_keras.runtime import agree, log
-from hvd_keras.runtime.keras import Variable, innermost, is_legacy, replace_values, snapshot
+from hvd_keras.runtime.keras import innermost, is_legacy, replace_values, snapshot
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.saving import background, per_rank, resuming, storage
 from hvd_keras.training import preprocessing, variables
@@ -105,8 +106,10 @@ class Checkpoint(Callback):  # type: ignore[misc]
         self._resuming: resuming.Resuming | None = None
         self._epoch = 0
         self._batches = 0  # done in this epoch
-        self._rate: float | None = None  # the learning rate that the script sets
+        # Of each optimizer, the learning rate that the script has set before the first fit.
+        self._rates: weakref.WeakKeyDictionary[Any, float | None] = weakref.WeakKeyDictionary()
         self._fits: list[int] = []  # the epochs of each fit with this instance that has ended
+        self._ended: list[Any] = []  # where each was in its data then
         self._passes: Sequence[Passes] = ()  # of this fit's data
         self._writing = background.Background(process_set)
 
@@ -134,10 +137,11 @@ class Checkpoint(Callback):  # type: ignore[misc]
         self._writing.forget()
         found = self._find()
         epochs = self.params["epochs"]
-        self._rate = _rate(self.model.optimizer)
+        for optimizer in self._optimizers():
+            self._rates.setdefault(optimizer, resuming.rate_of(optimizer))
         self._passes = fit.passes
         self._tell_what_is_read_again(fit)
-        for optimizer in model_ranks.optimizers_of(self.model):
+        for optimizer in self._optimizers():
             replace_values(innermost(optimizer))
         if found is None:
             return
@@ -145,11 +149,17 @@ class Checkpoint(Callback):  # type: ignore[misc]
         fits, mine = found.metadata["fits"], [*self._fits, epochs]
         is_complete = len(fits) > len(mine) and fits[: len(mine)] == mine
         has_stopped = found.metadata["stopped"] and fits == mine
-        self._restore(found)
+        own = variables.training_variables(self.model)
+        # An earlier fit may have trained other variables.
+        if not is_complete or not per_rank.differences(found.stored, found.metadata, own):
+            self._restore(found, own)
         fit.restored = True
         if not is_complete:
             self._found = None
             self._go_on(found, fit)
+        elif len(states := found.metadata["ended"][len(self._fits)]) == len(self._passes):
+            for passes, state_then in zip(self._passes, states, strict=True):
+                passes.restore(state_then)
         if is_complete or has_stopped:
             self.model._initial_epoch = epochs
         if self._hvd_process_set.rank() == 0:
@@ -191,6 +201,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         self.model._initial_epoch = None
         self._writing.finish()
         self._fits.append(self.params["epochs"])
+        self._ended.append([passes.state(0) for passes in self._passes])
 
     def _check(self, of_fit: ProcessSet) -> None:
         check_built(self.model)
@@ -220,8 +231,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             self._initial_epoch = self._found.metadata["epoch"] if self._found else 0
         return self._found
 
-    def _restore(self, found: per_rank.Found) -> None:
-        own = variables.training_variables(self.model)
+    def _restore(self, found: per_rank.Found, own: list[Any]) -> None:
         same_ranks = found.metadata["ranks"] == self._hvd_process_set.size()
         self._refuse_what_does_not_fit(found, own, same_ranks)
         self._assign(found, own)
@@ -231,10 +241,15 @@ class Checkpoint(Callback):  # type: ignore[misc]
             if "seeds" in found.metadata:  # not of older versions
                 seeds = found.metadata["seeds"][self._hvd_process_set.rank()]
                 variables.set_global_seeds(seeds)
-        if not same_ranks and self._rate and found.metadata.get("rate"):
+        for optimizer, then in zip(
+            self._optimizers(), found.metadata.get("rates", ()), strict=False
+        ):
             # Keeps the warm-up, decay or reduction that it had.
-            saved = float(self.model.optimizer.learning_rate)
-            self.model.optimizer.learning_rate = saved * self._rate / found.metadata["rate"]
+            if not same_ranks and then and (now := self._rates[optimizer]):
+                optimizer.learning_rate = float(optimizer.learning_rate) * now / then
+
+    def _optimizers(self) -> list[Any]:
+        return model_ranks.optimizers_of(self.model)
 
     def _assign(self, found: per_rank.Found, own: list[Any]) -> None:
         process_set, ranks = self._hvd_process_set, found.metadata["ranks"]
@@ -276,7 +291,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             batches = fit.seekable.seek(states[0][2])
             fit.looks_at_data = False  # the first batch is that after those skipped
         else:
-            seeks, batches = False, self._batches_seen(found)
+            seeks, batches = False, self._batches_seen(found, fit)
         if batches:
             own = variables.training_variables(self.model)
             reads = not (seeks or goes_on) or getattr(fit.seekable, "yields_unread", False)
@@ -331,18 +346,24 @@ class Checkpoint(Callback):  # type: ignore[misc]
                 return []
         return metrics
 
-    def _batches_seen(self, found: per_rank.Found) -> int:
+    def _batches_seen(self, found: per_rank.Found, fit: Fit) -> int:
         then, batch = found.metadata["ranks"], found.metadata["batch"]
         now = self._hvd_process_set.size()
         calls = self.model.steps_per_execution
+        step_then, step = (
+            found.metadata.get("rows"),
+            resuming.rows_of_step(fit, self._hvd_process_set),
+        )
+        if not (step_then and step):  # unknown: each rank has as many as then
+            step_then, step = then, now
         # As many rows of the epoch, to whole calls of the step.
-        batches = batch if then == now else batch * then // now // calls * calls
-        again = batch * then - batches * now
+        batches = batch if step_then == step else batch * step_then // step // calls * calls
+        again = batch * step_then - batches * step
         if again and self._hvd_process_set.rank() == 0:
             warnings.warn(
                 f"Checkpoint: {found.path} was written by {then} ranks after batch {batch} of "
-                f"epoch {found.metadata['epoch']}; now there are {now} ranks. {batches} batches "
-                f"are skipped, and the rows of {again} batch{'es' * (again > 1)} are used again.",
+                f"epoch {found.metadata['epoch']}; now there are {now} ranks, or other batches. "
+                f"{batches} batches are skipped, and {again / step:.0%} of one are used again.",
                 stacklevel=3,
             )
         return int(batches)
@@ -416,8 +437,10 @@ class Checkpoint(Callback):  # type: ignore[misc]
             "epoch": epoch,
             "batch": batch,
             "ranks": process_set.size(),
-            "rate": self._rate,
+            "rows": fit and resuming.rows_of_step(fit, process_set),
+            "rates": [self._rates[optimizer] for optimizer in self._optimizers()],
             "fits": [*self._fits, self.params["epochs"]],
+            "ended": self._ended,
             "passes": [passes.state(batch) for passes in self._passes],
             "random": random_states or [random_state],
             "seeds": agree.gather_json("checkpoint seeds", variables.global_seeds(), process_set),
@@ -463,7 +486,10 @@ def _message(found: per_rank.Found, epochs: int, is_complete: bool, has_stopped:
             "is left to train. To train again, change epochs, or use Checkpoint(…, restore=False)"
         )
     if is_complete:
-        return f"{name} was written in a later fit, so this one is not repeated"
+        return (
+            f"{name} was written in a later fit, so this one is not repeated; what follows it sees "
+            "the weights of that later fit"
+        )
     if epoch >= epochs:
         return (
             f"{name} is the end of epoch {epoch}, and fit ends after epoch {epochs}, so nothing is "
@@ -471,12 +497,3 @@ def _message(found: per_rank.Found, epochs: int, is_complete: bool, has_stopped:
         )
     place = f"epoch {epoch + 1} of {epochs}" + f", batch {batch + 1}" * (batch > 0)
     return f"continuing from {name}, {place}"
-
-
-def _rate(optimizer: Any) -> float | None:
-    """Return the optimizer's learning rate; None if it is a schedule or does not exist."""
-    try:
-        rate = optimizer.learning_rate
-    except AttributeError:  # a MultiOptimizer has none of its own
-        return None
-    return float(rate) if isinstance(rate, Variable) else None

@@ -41,26 +41,32 @@ def is_sharded(optimizer: Any) -> bool:
 def optimizers_of(model: Any) -> list[Any]:
     """The optimizers of a model: that of ``compile``, and those in attributes, such as a GAN's.
 
-    After a ``MultiOptimizer`` its parts follow. If a function chooses them, it must be built.
+    Of the models in it, those that are distributed follow. After a ``MultiOptimizer`` its parts
+    follow; if a function chooses them, it must be built.
     """
-    values: list[Any] = [getattr(model, "optimizer", None)]
-    for value in list(vars(model).values()):
-        if isinstance(value, dict):
-            values.extend(value.values())
-        elif isinstance(value, (list, tuple)):
-            values.extend(value)  # += fails with TensorFlow's wrapper of a tuple
-        else:
-            values.append(value)
+    optimizers = [getattr(model, "optimizer", None), *_optimizers_in(vars(model))]
+    for layer in model._flatten_layers(include_self=False):
+        if isinstance(layer, keras.Model):
+            optimizers += [one for one in _optimizers_in(vars(layer)) if reducer_of(one)]
     found: dict[int, Any] = {}
     several: Any = getattr(keras.optimizers, "MultiOptimizer", ())
-    optimizers: list[Any] = [value for value in values if isinstance(value, optimizer_classes)]
-    for value in optimizers:
+    for value in [one for one in optimizers if one is not None]:
         found[id(value)] = value
         if isinstance(value, several):
             if not value.built and model.built:
                 value.build(model.trainable_variables)
             found.update({id(part): part for part in value.optimizers})
     return list(found.values())
+
+
+def _optimizers_in(value: Any, depth: int = 3) -> list[Any]:
+    """The optimizers in nested containers."""
+    if isinstance(value, optimizer_classes):
+        return [value]
+    if not depth or not isinstance(value, (dict, list, tuple)):
+        return []
+    parts = list(value.values() if isinstance(value, dict) else value)
+    return [one for part in parts for one in _optimizers_in(part, depth - 1)]
 
 
 def reducers_of(model: Any) -> list[Reducer]:

@@ -18,9 +18,14 @@ from hvd_keras.compat import tensorflow_v1
 from hvd_keras.gradients import model_ranks
 from hvd_keras.runtime import agree, log, objects, rank_info, settings
 from hvd_keras.runtime.keras import keras
+from hvd_keras.runtime.process_sets import global_process_set
 from hvd_keras.saving import storage
 from hvd_keras.training.broadcasting import broadcast_variables
-from hvd_keras.training.variables import training_variables
+from hvd_keras.training.variables import (
+    average_accumulated,
+    recurrent_states,
+    training_variables,
+)
 
 _Result = TypeVar("_Result")
 
@@ -212,12 +217,25 @@ class TensorFlowKerasState(TensorFlowState):
         self.model = model
         self.optimizer = optimizer or getattr(model, "optimizer", None)
         found = training_variables(model)
+        for one in model_ranks.optimizers_of(model):
+            if model_ranks.reducer_of(one) is not None and not one.built:
+                raise ValueError(
+                    f"hvd.elastic: optimizer {one.name!r} of model {model.name!r} has no variables "
+                    "yet. Build it first: optimizer.build(variables that it updates)."
+                )
+        states = recurrent_states(model._flatten_layers())  # of each rank's own rows
+        found = [v for v in found if all(v is not state for state in states)]
         if optimizer is not None and optimizer is not getattr(model, "optimizer", None):
             if hasattr(optimizer, "build") and not getattr(optimizer, "built", False):
                 optimizer.build(model.trainable_variables)
             own = optimizer.variables
             found += own() if callable(own) else own
         super().__init__(model_ranks.without_local(found), **attributes)
+
+    def commit(self) -> None:
+        if self._in_session is None:  # the file has rank 0's sums of gradients
+            average_accumulated(self.model, global_process_set)
+        super().commit()
 
 
 KerasState = TensorFlowKerasState

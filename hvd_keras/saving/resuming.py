@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hvd_keras.gradients import shards
-from hvd_keras.runtime.keras import keras
+from hvd_keras.gradients.values import is_array
+from hvd_keras.runtime.keras import Variable, flatten, keras
+from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.saving import per_rank
 from hvd_keras.saving.per_rank import CALLBACK
 
@@ -184,3 +186,21 @@ class Resuming:
             pairs = zip(metric_variables(self._model), self._metrics, strict=True)
             for variable, value in pairs:
                 variable.assign(value)
+
+
+def rows_of_step(fit: "Fit", process_set: ProcessSet) -> int | None:
+    """The rows of a step of all ranks, if they are known."""
+    if fit.passes:
+        return int(fit.passes[0].source.global_batch)
+    if is_array(flatten(fit.arguments["x"])[0]):
+        return int(fit.arguments["batch_size"] or 32) * process_set.size()
+    return None
+
+
+def rate_of(optimizer: Any) -> float | None:
+    """Return an optimizer's learning rate; None if it is a schedule or does not exist."""
+    try:
+        rate = optimizer.learning_rate
+    except AttributeError:  # a MultiOptimizer has none of its own
+        return None
+    return float(rate) if isinstance(rate, Variable) else None

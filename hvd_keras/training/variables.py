@@ -9,7 +9,7 @@ import numpy as np
 
 from hvd_keras.gradients import model_ranks, shards
 from hvd_keras.runtime import agree
-from hvd_keras.runtime.keras import Variable, innermost, is_legacy, keras, require
+from hvd_keras.runtime.keras import Variable, flatten, innermost, is_legacy, keras, require
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.runtime.reductions import Adasum, Average, Max, Min
 
@@ -18,7 +18,7 @@ def training_variables(model: Any) -> list[Any]:
     """Return the variables of a model and its optimizers, in the same order on all ranks."""
     # Builds the optimizer of compile if necessary. It cannot build others, such as a GAN's, because
     # it does not know which variables they update.
-    found = list(model.variables)
+    found = [*model.variables, *recurrent_states(model._flatten_layers())]
     reducers = model_ranks.reducers_of(model)
     for optimizer in model_ranks.optimizers_of(model):
         # Not the default of compile, which updates nothing in a model with distributed optimizers.
@@ -124,11 +124,19 @@ def seed_states(layers: Iterable[keras.layers.Layer]) -> list[Any]:
     return list(found.values())
 
 
+def recurrent_states(layers: Iterable[keras.layers.Layer]) -> list[Any]:
+    """Return the states of stateful recurrent layers, which Keras does not track."""
+    stateful = [layer for layer in layers if getattr(layer, "stateful", False)]
+    states = flatten([getattr(layer, "states", None) for layer in stateful])
+    return [state for state in states if isinstance(state, Variable)]
+
+
 def of_each_rank(model: Any) -> list[Any]:
     """Return what differs by rank on purpose: states of generators, metrics and layers."""
     layers = list(model._flatten_layers())
     own = seed_states(layers)
     own += [v for metric in getattr(model, "metrics", ()) for v in metric.variables]
+    own += recurrent_states(layers)
     for layer in layers:
         if getattr(layer, "stateful", False):  # the states of a recurrent layer
             own += layer.non_trainable_variables
