@@ -217,6 +217,9 @@ def parts_of(source: Any, flatten: Any) -> list[Any]:
 def _as_fit_shapes(part: Any) -> Any:
     """Return an array as ``fit`` makes it: a ``pandas.Series`` of n rows is one of shape [n, 1]."""
     array = np.asarray(part)
+    columns = part.dtypes if hasattr(part, "columns") else []
+    if array.dtype == object and len(columns) and all(dtype.kind in "biuf" for dtype in columns):
+        array = np.asarray(part, agree.numpy_dtype(keras.backend.floatx()))  # bools and floats
     return array[:, np.newaxis] if array.ndim == 1 and hasattr(part, "to_frame") else array
 
 

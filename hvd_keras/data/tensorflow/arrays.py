@@ -27,8 +27,21 @@ def arrays_source(
 def pydataset_source(source: Any, shuffle: bool | int, seed: int, split: Split) -> Source:
     """Open a ``PyDataset``. A rank reads only its own batches, and its rows of the last step."""
     first = reading.first_batch(source)
+    if any(isinstance(part, tf.RaggedTensor | tf.SparseTensor) for part in tf.nest.flatten(first)):
+        raise ValueError(
+            "the PyDataset has ragged or sparse batches, expected arrays. Pad them, or give "
+            "hvd.data.shard a tf.data.Dataset."
+        )
     reader = reading.pydataset_reader(source, first, flatten, bool(shuffle), seed, split)
-    return _source(reader, _look_into(first)[1])
+    spec, last = _look_into(first)[1], (reading.number_of_batches(source) or 1) - 1
+    for index in {min(1, last), last} - {0}:  # batches may be padded to different lengths
+        spec = tf.nest.map_structure(_either, spec, _look_into(source[index])[1])
+    return _source(reader, spec)
+
+
+def _either(one: tf.TensorSpec, other: tf.TensorSpec) -> tf.TensorSpec:
+    """The spec of rows that are as one of two, if they have equally many dimensions."""
+    return one.most_specific_common_supertype([other]) or one
 
 
 def flatten(nested: Any) -> list[Any]:
