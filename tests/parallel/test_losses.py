@@ -1,6 +1,7 @@
 """Losses that do not divide by a fixed number: N ranks train as one process does."""
 
 import contextlib
+import functools
 
 import keras
 import numpy as np
@@ -115,6 +116,53 @@ def own_step() -> keras.Model:
     return OwnStep(model.inputs, model.outputs[0])
 
 
+class Divides(keras.Model):
+    """Divides what a loss adds up, or each row's."""
+
+    reduction, divides = "sum", True
+
+    def one(self, data):
+        x, y = data
+        of = losses.MeanSquaredError(reduction=self.reduction)
+        loss = tf.reduce_sum(of(y, self(x, training=True)))
+        return loss / tf.cast(tf.size(y), loss.dtype) if self.divides else loss
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.one(data)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        self._loss_tracker.update_state(loss)
+        return {"loss": self._loss_tracker.result()}
+
+    def test_step(self, data):
+        self._loss_tracker.update_state(self.one(data))
+        return {"loss": self._loss_tracker.result()}
+
+
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_a_step_of_its_own_that_divides_a_sum(reduction: str, eager: bool, monkeypatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(log, "warn_once", warnings.append)
+
+    def make() -> keras.Model:
+        model = without_mask()
+        model = Divides(model.inputs, model.outputs[0])
+        model.reduction = reduction
+        return model
+
+    check(make, eager=eager, validates=True)
+    assert not warnings
+    model = make()
+    model.divides = False
+    model.compile(hvd.DistributedOptimizer(SGD(0.001)), run_eagerly=eager)
+    x, y, _ = rows()
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(mine(x), mine(y), batch_size=ROWS, verbose=0, callbacks=[broadcast])
+    assert any("as a sum" in text for text in warnings) == (SIZE > 1)
+
+
 SGD = keras.optimizers.SGD
 
 
@@ -132,6 +180,7 @@ def check(make, optimizer=SGD, weighted=False, targets=lambda y: y, jit=False, *
     x, y, weights = rows()
     y, shown = targets(y), []
     average = hvd.callbacks.MetricAverageCallback()
+    metrics = options.get("metrics")
     for model, part, batch, callbacks in (
         (together, mine, ROWS, [average]),
         (alone, lambda a: a, SIZE * ROWS, []),
@@ -141,11 +190,16 @@ def check(make, optimizer=SGD, weighted=False, targets=lambda y: y, jit=False, *
         own = optimizer(0.1)
         if model is together:
             own = hvd.DistributedOptimizer(own)
-        model.compile(own, options.get("loss", losses.MeanSquaredError)(), jit_compile=jit)
+        how = {"jit_compile": jit, "run_eagerly": options.get("eager", False)}
+        loss = options.get("loss", losses.MeanSquaredError)()
+        model.compile(own, loss, metrics=metrics, **how)
+        validation = (part(x), part(y)) if options.get("validates") else None
         history = model.fit(
             part(x),
             part(y),
             sample_weight=part(weights) if weighted else None,
+            validation_data=validation,
+            validation_batch_size=batch,
             batch_size=batch,
             epochs=2,
             shuffle=False,
@@ -157,7 +211,8 @@ def check(make, optimizer=SGD, weighted=False, targets=lambda y: y, jit=False, *
     if RANK == 0:
         weights = training.flat(together), training.flat(alone)
         np.testing.assert_allclose(*weights, rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(*(history["loss"] for history in shown), rtol=1e-4)
+        for key, values in shown[1].items():
+            np.testing.assert_allclose(shown[0][key], values, rtol=1e-4, err_msg=key)
 
 
 def ignored(y: np.ndarray) -> np.ndarray:
@@ -228,6 +283,16 @@ def mean(y_true, y_pred):
     return tf.reduce_mean((y_true - y_pred) ** 2) / 2.0
 
 
+def of_known(y_true, y_pred):
+    """Rows of negative labels do not count."""
+    valid = tf.cast(y_true >= 0, tf.float32)
+    return tf.reduce_sum((y_true - y_pred) ** 2 * valid) / (tf.reduce_sum(valid) + 1e-6)
+
+
+def rmse(y_true, y_pred):
+    return tf.sqrt(tf.reduce_mean((y_true - y_pred) ** 2))
+
+
 def summed(y_true, y_pred):
     return tf.reduce_sum((y_true - y_pred) ** 2) / 100.0
 
@@ -257,6 +322,17 @@ def classes(y: np.ndarray) -> np.ndarray:
 def marked(y: np.ndarray) -> np.ndarray:
     rank_of = np.arange(len(y)) // ROWS % SIZE
     return np.where((y > 0.5 - rank_of[:, None, None]), 255, 0).astype("float32")
+
+
+def known(y: np.ndarray) -> np.ndarray:
+    rank_of = np.arange(len(y)) // ROWS % SIZE
+    return np.where(y[:, 0] > 0.8 * rank_of[:, None] - 0.5, -1, 1).astype("float32")
+
+
+def column() -> keras.Model:
+    words = keras.Input((LENGTH,), dtype="int32")
+    pooled = keras.layers.Flatten()(keras.layers.Embedding(20, 4)(words))
+    return keras.Model(words, keras.layers.Dense(1)(pooled))
 
 
 def vectors() -> keras.Model:
@@ -296,6 +372,45 @@ OF_ALL_ROWS = {
 @pytest.mark.parametrize("name", OF_ALL_ROWS)
 def test_losses_of_all_rows(name: str) -> None:
     check(**{"make": without_mask, **OF_ALL_ROWS[name]})
+
+
+@pytest.mark.parametrize("mark", ["negative", "nonzero"])
+def test_masks_of_one_column(mark: str) -> None:
+    """In losses, and in functions that are metrics."""
+    loss, targets = of_known, known
+    if mark == "nonzero":
+        loss, targets = ratio, lambda y: np.maximum(known(y), 0)
+    small = lambda rate: SGD(rate / 10)  # noqa: E731
+    options = {"targets": targets, "metrics": [loss, rmse], "validates": True, "optimizer": small}
+    check(column, loss=lambda: loss, **options)
+
+
+def test_batches_that_each_rank_pads_by_itself() -> None:
+    x, _, _ = rows()
+    y = (x % 3 + 1).astype("float32")[..., None] * (x > 0)[..., None]
+    model = keras.Sequential(
+        [keras.Input((None,), dtype="int32"), keras.layers.Embedding(20, 4), keras.layers.Dense(1)]
+    )
+    alone = keras.models.clone_model(model)
+    same_weights(alone, model)
+
+    def batches(x, y, size):
+        for begin in range(0, len(x), size):
+            some = slice(begin, begin + size)
+            longest = (x[some] > 0).sum(1).max()
+            yield x[some, :longest], y[some, :longest]
+
+    shapes = tf.TensorSpec((None, None), tf.int32), tf.TensorSpec((None, None, 1), tf.float32)
+    for net, part, size in ((model, mine, ROWS), (alone, np.asarray, SIZE * ROWS)):
+        if net is model or RANK == 0:
+            of = functools.partial(batches, part(x), part(y), size)
+            data = tf.data.Dataset.from_generator(of, output_signature=shapes)
+            net.compile(hvd.DistributedOptimizer(SGD(0.1)) if net is model else SGD(0.1), ratio)
+            net.fit(data, verbose=0)
+    training.assert_bit_identical_on_all_ranks(model)
+    if RANK == 0:
+        weights = training.flat(model), training.flat(alone)
+        np.testing.assert_allclose(*weights, rtol=1e-4, atol=1e-5)
 
 
 def test_a_loss_that_gathers_rows_itself() -> None:

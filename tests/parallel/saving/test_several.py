@@ -1,0 +1,205 @@
+"""Restarts of scripts with several models, optimizers, fits or data, and of other batches."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_keras as hvd
+
+pytestmark = pytest.mark.ranks(2, 3)
+RANK, SIZE = hvd.rank(), hvd.size()
+BATCH, STEPS = 4, 4
+SGD = keras.optimizers.SGD
+BROADCAST = hvd.callbacks.BroadcastGlobalVariablesCallback
+
+
+@pytest.fixture
+def directory(directory):
+    return directory / "checkpoints"
+
+
+class Ends(keras.callbacks.Callback):
+    """Ends a fit as a crash would, after some batches of all fits."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.left = after
+
+    def on_train_batch_end(self, batch, logs=None) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+
+
+def rows(seed: int = 3):
+    random = np.random.default_rng(seed)
+    x = random.normal(size=(SIZE * BATCH * STEPS, 5)).astype("float32")
+    return x, x.sum(1, keepdims=True)
+
+
+def mine():
+    return [part[RANK::SIZE] for part in rows()]
+
+
+def dense(units: int = 1, **more) -> keras.Model:
+    layer = keras.layers.Dense(units, kernel_initializer=keras.initializers.RandomUniform(seed=1))
+    return keras.Sequential([keras.Input((5,)), layer], **more)
+
+
+class Outer(keras.Model):
+    """Trains a model within it by that one's optimizer, and another by one in a nested dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.other = dense(), dense()
+        self.inner.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.05)))
+        self.own = {"of": {"other": hvd.DistributedOptimizer(keras.optimizers.Adam(0.05))}}
+
+    def call(self, x):
+        return self.inner(x) + self.other(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = tf.reduce_mean((self(x) - y) ** 2)
+        pairs = (self.inner, self.inner.optimizer), (self.other, self.own["of"]["other"])
+        for model, optimizer in pairs:
+            weights = model.trainable_variables
+            optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def outer() -> keras.Model:
+    model = Outer()
+    model(np.zeros((1, 5)))
+    model.compile()
+    return model
+
+
+def stateful() -> keras.Model:
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            keras.Input((5, 1), batch_size=BATCH),
+            layers.SimpleRNN(
+                3, stateful=True, kernel_initializer="ones", recurrent_initializer="ones"
+            ),
+            layers.Dense(1, kernel_initializer="ones"),
+        ]
+    )
+    model.compile(hvd.DistributedOptimizer(SGD(0.01)), "mse")
+    return model
+
+
+def result(model) -> np.ndarray:
+    states = [np.ravel(v) for layer in model.layers for v in getattr(layer, "states", None) or ()]
+    return np.concatenate([*(w.ravel() for w in model.get_weights()), *states])
+
+
+@pytest.mark.parametrize("make", [outer, stateful])
+def test_optimizers_within_and_recurrent_states(make, directory) -> None:
+    x, y = mine()
+
+    def run(folder: str, *more) -> keras.Model:
+        model = make()
+        saved = hvd.callbacks.Checkpoint(directory / folder, save_freq=2)
+        callbacks = [BROADCAST(0), saved, *more]
+        options = {"batch_size": BATCH, "epochs": 2, "shuffle": False, "verbose": 0}
+        with contextlib.suppress(KeyboardInterrupt):
+            model.fit(x, y, callbacks=callbacks, **options)
+        return model
+
+    undisturbed = run("all")
+    run("some", Ends(STEPS + 2))
+    np.testing.assert_array_equal(result(run("some")), result(undisturbed))
+
+
+@pytest.mark.parametrize("sizes", [(4, 2), (2, 4), (4, 16)])
+@pytest.mark.parametrize("repeats", [False, True])
+def test_batches_of_another_size(sizes, repeats: bool, directory) -> None:
+    """No row is left out; a warning says what is used again."""
+    number = 16
+    x = np.arange(float(number * SIZE))[:, np.newaxis]
+    seen: list[float] = []
+
+    def run(size: int, *more) -> None:
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile(hvd.DistributedOptimizer(SGD(0.0)), loss, run_eagerly=True)
+        saved = hvd.callbacks.Checkpoint(directory, save_freq=1)
+        data = {"x": x[RANK::SIZE], "y": x[RANK::SIZE], "batch_size": size, "shuffle": False}
+        if repeats:
+            shard = hvd.data.shard((x, x), batch_size=size, shuffle=False)
+            data = {"x": shard.repeat(), "steps_per_epoch": number // size}
+        with contextlib.suppress(KeyboardInterrupt):
+            model.fit(**data, verbose=0, callbacks=[saved, *more])
+
+    def loss(y, predicted):
+        seen.extend(np.ravel(y).tolist())
+        return tf.reduce_mean((y - predicted) ** 2)
+
+    run(sizes[0], Ends(1))
+    seen.clear()
+    done = x[RANK::SIZE][: sizes[0]].ravel().tolist()
+    is_whole = sizes[0] % sizes[1] == 0
+    warns = not (repeats or is_whole or RANK)
+    with pytest.warns(UserWarning, match="used again") if warns else contextlib.nullcontext():
+        run(sizes[1])
+    # A trial of the loss has labels of its own: -1, 0, 1 and 2.
+    assert not is_whole or not {*done} & {*seen} - {-1, 0, 1, 2}
+    assert {*done, *seen} >= {*x[RANK::SIZE].ravel().tolist()}
+
+
+def test_rates_of_two_optimizers_on_fewer_ranks(directory) -> None:
+    def run(of, *more) -> keras.Model:
+        model = dense()
+        model.compile(hvd.DistributedOptimizer(SGD(0.01 * of.size()), process_set=of), "mse")
+        model.second = hvd.DistributedOptimizer(SGD(0.02 * of.size()), process_set=of)
+        model.second.build(model.trainable_variables)
+        saved = hvd.callbacks.Checkpoint(directory, process_set=of)
+        reduce = keras.callbacks.LambdaCallback(
+            on_epoch_begin=lambda epoch, logs: halve(model) if epoch == 1 else None
+        )
+        for epochs in (2, 3):  # of one instance; the second begins with the reduced rates
+            with contextlib.suppress(KeyboardInterrupt):
+                options = {"epochs": epochs, "batch_size": BATCH, "verbose": 0}
+                model.fit(*mine(), callbacks=[saved, reduce, *more], **options)
+        return model
+
+    def halve(model) -> None:
+        for optimizer in (model.optimizer, model.second):
+            optimizer.learning_rate = optimizer.learning_rate * 0.5
+
+    run(hvd.global_process_set, Ends(3 * STEPS + 1))
+    fewer = hvd.add_process_set([0])
+    if RANK == 0:
+        model = run(fewer)
+        rates = [float(one.learning_rate) for one in (model.optimizer, model.second)]
+        # Halved in the first fit and in the second.
+        np.testing.assert_allclose(rates, [0.01 / 4, 0.02 / 4], rtol=1e-6)
+    hvd.remove_process_set(fewer)
+
+
+def test_fits_of_two_models_of_trained_layers_and_of_two_data_in_turn(directory) -> None:
+    """A layer is frozen in the first fit; the order of shuffled data goes on in the third."""
+
+    def run(folder: str, *more) -> keras.Model:
+        model = keras.Sequential([keras.Input((5,)), *(dense().layers + dense(1).layers)[:1]])
+        model.add(keras.layers.Dense(1, kernel_initializer="ones"))
+        data = [hvd.data.shard(rows(seed), batch_size=BATCH) for seed in (1, 2)]
+        saved = hvd.callbacks.Checkpoint(directory / folder, save_freq=1)
+        with contextlib.suppress(KeyboardInterrupt):
+            for number in range(4):
+                model.layers[0].trainable = number > 0
+                if number < 2:
+                    optimizer = hvd.DistributedOptimizer(SGD(0.01, momentum=0.9))
+                    model.compile(optimizer, "mse", run_eagerly=True)
+                callbacks = [BROADCAST(0), saved, *more]
+                model.fit(data[number % 2], verbose=0, callbacks=callbacks)
+        return model
+
+    undisturbed = run("all")
+    run("some", Ends(STEPS + 1))
+    np.testing.assert_array_equal(result(run("some")), result(undisturbed))
