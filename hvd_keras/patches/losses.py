@@ -20,6 +20,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvd_keras import ops
@@ -286,10 +287,9 @@ _PASSING = {"Fill", "BroadcastTo", "Reshape", "Tile", "Identity", "Cast", "Squee
 
 def _is_one(tensor: Any) -> bool:
     """Whether all elements are known to be 1; in a graph before they are computed."""
-    if hasattr(tensor, "numpy"):
-        return bool(tf.reduce_all(tensor == 1))
-    if tensor.op.type == "Const":
-        return bool(tf.reduce_all(tf.get_static_value(tensor) == 1))
+    value = tensor.numpy() if hasattr(tensor, "numpy") else tf.get_static_value(tensor)
+    if value is not None:
+        return bool(np.all(value == 1))
     given = [source for source in tensor.op.inputs if source.dtype.is_floating]
     return tensor.op.type in _PASSING and bool(given) and all(map(_is_one, given))
 

@@ -153,7 +153,7 @@ def test_a_step_of_its_own_that_divides_a_sum(reduction: str, eager: bool, monke
         return model
 
     check(make, eager=eager, validates=True)
-    assert not warnings
+    assert not any("as a sum" in text for text in warnings)
     model = make()
     model.divides = False
     model.compile(hvd.DistributedOptimizer(SGD(0.001)), run_eagerly=eager)
