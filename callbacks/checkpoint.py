@@ -109,6 +109,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         # Of each optimizer, the learning rate that the script has set before the first fit.
         self._rates: weakref.WeakKeyDictionary[Any, float | None] = weakref.WeakKeyDictionary()
         self._fits: list[int] = []  # the epochs of each fit with this instance that has ended
+        self._rows: int | None = None  # of a step of all ranks, if that is known
         self._ended: list[Any] = []  # where each was in its data then
         self._passes: Sequence[Passes] = ()  # of this fit's data
         self._writing = background.Background(process_set)
@@ -140,6 +141,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         for optimizer in self._optimizers():
             self._rates.setdefault(optimizer, resuming.rate_of(optimizer))
         self._passes = fit.passes
+        self._rows = resuming.rows_of_step(fit)
         self._tell_what_is_read_again(fit)
         for optimizer in self._optimizers():
             replace_values(innermost(optimizer))
@@ -151,19 +153,22 @@ class Checkpoint(Callback):  # type: ignore[misc]
         has_stopped = found.metadata["stopped"] and fits == mine
         own = variables.training_variables(self.model)
         # An earlier fit may have trained other variables.
-        if not is_complete or not per_rank.differences(found.stored, found.metadata, own):
+        fits_here = not per_rank.differences(found.stored, found.metadata, own)
+        if is_complete:
+            named = "checkpoint of a later fit"
+            fits_here = all(agree.gather_json(named, fits_here, self._hvd_process_set))
+        if fits_here or not is_complete:
             self._restore(found, own)
         fit.restored = True
-        if not is_complete:
+        if is_complete:
+            self._end_again(found)
+        else:
             self._found = None
             self._go_on(found, fit)
-        elif len(states := found.metadata["ended"][len(self._fits)]) == len(self._passes):
-            for passes, state_then in zip(self._passes, states, strict=True):
-                passes.restore(state_then)
         if is_complete or has_stopped:
             self.model._initial_epoch = epochs
         if self._hvd_process_set.rank() == 0:
-            told = _message(found, epochs, is_complete, has_stopped)
+            told = resuming.message(found, epochs, is_complete, has_stopped, fits_here)
             print(f"hvd_keras: {told}", file=sys.stderr, flush=True)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -241,15 +246,15 @@ class Checkpoint(Callback):  # type: ignore[misc]
             if "seeds" in found.metadata:  # not of older versions
                 seeds = found.metadata["seeds"][self._hvd_process_set.rank()]
                 variables.set_global_seeds(seeds)
-        for optimizer, then in zip(
-            self._optimizers(), found.metadata.get("rates", ()), strict=False
-        ):
+        # One rate alone is that of compile's optimizer, in older checkpoints.
+        rates = found.metadata.get("rates") or [found.metadata.get("rate")]
+        for optimizer, then in zip(self._optimizers(), rates, strict=False):
             # Keeps the warm-up, decay or reduction that it had.
             if not same_ranks and then and (now := self._rates[optimizer]):
                 optimizer.learning_rate = float(optimizer.learning_rate) * now / then
 
     def _optimizers(self) -> list[Any]:
-        return model_ranks.optimizers_of(self.model)
+        return model_ranks.optimizers_of(self.model, within=True)
 
     def _assign(self, found: per_rank.Found, own: list[Any]) -> None:
         process_set, ranks = self._hvd_process_set, found.metadata["ranks"]
@@ -268,6 +273,12 @@ class Checkpoint(Callback):  # type: ignore[misc]
         if ranks != process_set.size():
             seeds = variables.seed_states(self.model._flatten_layers())
             variables.give_each_rank_its_own_randomness(seeds, process_set)
+
+    def _end_again(self, found: per_rank.Found) -> None:
+        ended = found.metadata.get("ended", [])[len(self._fits) :]
+        if ended and len(ended[0]) == len(self._passes):
+            for passes, state_then in zip(self._passes, ended[0], strict=True):
+                passes.restore(state_then)
 
     def _go_on(self, found: per_rank.Found, fit: Fit) -> None:
         self.model._initial_epoch = found.metadata["epoch"]
@@ -291,7 +302,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             batches = fit.seekable.seek(states[0][2])
             fit.looks_at_data = False  # the first batch is that after those skipped
         else:
-            seeks, batches = False, self._batches_seen(found, fit)
+            seeks, batches = False, self._batches_seen(found)
         if batches:
             own = variables.training_variables(self.model)
             reads = not (seeks or goes_on) or getattr(fit.seekable, "yields_unread", False)
@@ -346,18 +357,16 @@ class Checkpoint(Callback):  # type: ignore[misc]
                 return []
         return metrics
 
-    def _batches_seen(self, found: per_rank.Found, fit: Fit) -> int:
+    def _batches_seen(self, found: per_rank.Found) -> int:
         then, batch = found.metadata["ranks"], found.metadata["batch"]
         now = self._hvd_process_set.size()
         calls = self.model.steps_per_execution
-        step_then, step = (
-            found.metadata.get("rows"),
-            resuming.rows_of_step(fit, self._hvd_process_set),
-        )
+        step_then, step = found.metadata.get("rows"), self._rows
         if not (step_then and step):  # unknown: each rank has as many as then
             step_then, step = then, now
         # As many rows of the epoch, to whole calls of the step.
-        batches = batch if step_then == step else batch * step_then // step // calls * calls
+        is_same = (step_then, then) == (step, now)
+        batches = batch if is_same else batch * step_then // step // calls * calls
         again = batch * step_then - batches * step
         if again and self._hvd_process_set.rank() == 0:
             warnings.warn(
@@ -437,7 +446,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             "epoch": epoch,
             "batch": batch,
             "ranks": process_set.size(),
-            "rows": fit and resuming.rows_of_step(fit, process_set),
+            "rows": self._rows,
             "rates": [self._rates[optimizer] for optimizer in self._optimizers()],
             "fits": [*self._fits, self.params["epochs"]],
             "ended": self._ended,
@@ -475,25 +484,3 @@ class Checkpoint(Callback):  # type: ignore[misc]
             write_parts = functools.partial(storage.write, mine, {}, parts)
             steps.insert(0, ("Checkpoint: cannot write a rank's part", write_parts))
         self._writing.begin(steps, undo)
-
-
-def _message(found: per_rank.Found, epochs: int, is_complete: bool, has_stopped: bool) -> str:
-    epoch, batch = found.metadata["epoch"], found.metadata["batch"]
-    name = pathlib.Path(found.path).stem
-    if has_stopped:
-        return (
-            f"{name} is the end of a fit that a callback stopped after epoch {epoch}, so nothing "
-            "is left to train. To train again, change epochs, or use Checkpoint(…, restore=False)"
-        )
-    if is_complete:
-        return (
-            f"{name} was written in a later fit, so this one is not repeated; what follows it sees "
-            "the weights of that later fit"
-        )
-    if epoch >= epochs:
-        return (
-            f"{name} is the end of epoch {epoch}, and fit ends after epoch {epochs}, so nothing is "
-            "left to train. To train again, use Checkpoint(…, restore=False)"
-        )
-    place = f"epoch {epoch + 1} of {epochs}" + f", batch {batch + 1}" * (batch > 0)
-    return f"continuing from {name}, {place}"

@@ -38,25 +38,28 @@ def is_sharded(optimizer: Any) -> bool:
     return reducer is not None and reducer.is_sharded
 
 
-def optimizers_of(model: Any) -> list[Any]:
+def optimizers_of(model: Any, within: bool = False) -> list[Any]:
     """The optimizers of a model: that of ``compile``, and those in attributes, such as a GAN's.
 
-    Of the models in it, those that are distributed follow. After a ``MultiOptimizer`` its parts
-    follow; if a function chooses them, it must be built.
+    After a ``MultiOptimizer`` its parts follow; if a function chooses them, it must be built.
+
+    Args:
+        within: whether distributed ones of models within it follow, if its own step may use them.
     """
     optimizers = [getattr(model, "optimizer", None), *_optimizers_in(vars(model))]
-    for layer in model._flatten_layers(include_self=False):
-        if isinstance(layer, keras.Model):
-            optimizers += [one for one in _optimizers_in(vars(layer)) if reducer_of(one)]
-    found: dict[int, Any] = {}
+    if within and type(model).train_step is not keras.Model.train_step:
+        for layer in model._flatten_layers(include_self=False):
+            if isinstance(layer, keras.Model):
+                optimizers += [one for one in _optimizers_in(vars(layer)) if reducer_of(one)]
+    unique: dict[int, Any] = {}
     several: Any = getattr(keras.optimizers, "MultiOptimizer", ())
     for value in [one for one in optimizers if one is not None]:
-        found[id(value)] = value
+        unique[id(value)] = value
         if isinstance(value, several):
             if not value.built and model.built:
                 value.build(model.trainable_variables)
-            found.update({id(part): part for part in value.optimizers})
-    return list(found.values())
+            unique.update({id(part): part for part in value.optimizers})
+    return list(unique.values())
 
 
 def _optimizers_in(value: Any, depth: int = 3) -> list[Any]:
@@ -71,8 +74,10 @@ def _optimizers_in(value: Any, depth: int = 3) -> list[Any]:
 
 def reducers_of(model: Any) -> list[Reducer]:
     """Return the reducers of a model's distributed optimizers."""
-    reducers = map(reducer_of, optimizers_of(model))
-    return list({id(r): r for r in reducers if r is not None}.values())
+    reducers = [r for r in map(reducer_of, optimizers_of(model)) if r is not None]
+    if not reducers:
+        reducers = [r for r in map(reducer_of, optimizers_of(model, within=True)) if r is not None]
+    return list({id(r): r for r in reducers}.values())
 
 
 #: Whether a mean counts all rows alike, as one process does; otherwise all ranks, whatever their

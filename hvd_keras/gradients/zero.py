@@ -367,15 +367,17 @@ class ShardedReducer(reducer.KerasReducer):
     def _held_averages(self, variables: Sequence[Any]) -> Iterator[list[Any]]:
         optimizer = self.optimizer
         averages = optimizer._model_variables_moving_average
+        own = map(shards.variable_id, optimizer._trainable_variables)
+        of_own = dict(zip(own, averages, strict=True))
+        # At the end of fit, Keras passes the variables of a second optimizer, too.
         pairs = [
-            (variable, average)
-            # Keras passes those of a second optimizer, too, at the end of fit.
-            for variable, average in zip(variables, averages, strict=False)
-            if self._holds(variable)
+            (variable, of_own[number])
+            for variable in variables
+            if (number := shards.variable_id(variable)) in of_own and self._holds(variable)
         ]
-        held, own = zip(*pairs, strict=True) if pairs else ((), ())
+        held, of_held = zip(*pairs, strict=True) if pairs else ((), ())
         # Keras shall update the held ones alone.
-        with replaced(optimizer, "_model_variables_moving_average", list(own)):
+        with replaced(optimizer, "_model_variables_moving_average", list(of_held)):
             yield list(held)
 
     def _share(self, variables: Sequence[Any]) -> None:

@@ -234,7 +234,8 @@ class TensorFlowKerasState(TensorFlowState):
 
     def commit(self) -> None:
         if self._in_session is None:  # the file has rank 0's sums of gradients
-            average_accumulated(self.model, global_process_set)
+            process_set = model_ranks.process_set_of(self.model) or global_process_set
+            average_accumulated(self.model, process_set)
         super().commit()
 
 

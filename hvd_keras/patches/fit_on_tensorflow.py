@@ -60,7 +60,8 @@ def prepare(own: Fit, dataset: Any) -> None:
     averaging = model_ranks.step_set_of(model) or process_set
     keras_classes.synchronize_on(model._flatten_layers(), averaging)
     # Before callbacks broadcast or restore, and before the ranks compare what they train.
-    others = [o for o in model_ranks.optimizers_of(model) if o is not model.optimizer]
+    every = model_ranks.optimizers_of(model, within=True)
+    others = [o for o in every if o is not model.optimizer]
     is_built = variables.is_built(model) and all(getattr(o, "built", True) for o in others)
     if isinstance(dataset, tf.data.Dataset) and not is_built:
         own.problem = broadcasting.build(model, dataset.element_spec)

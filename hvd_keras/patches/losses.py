@@ -6,8 +6,9 @@ rows. Keras divides a masked loss by the number of valid entries, though, and on
 loss of all ranks is sum(n_r * loss_r) / sum(n_r), so each rank's is multiplied by
 N * n_r / sum(n_r). Losses that are summed are multiplied by N, unless a train_step of one's own
 calls them, to divide the sum itself. Those that are neither a mean nor a sum over the rows get the
-rows of all ranks, as do functions that are metrics. Validation does alike if all ranks validate
-together and average their metrics. A custom loop gets a warning, and its losses are not weighed.
+rows of all ranks, as do functions that are metrics of Keras 3. Validation does alike if all ranks
+validate together and average their metrics. A custom loop gets a warning, and its losses are not
+weighed.
 """
 
 import contextlib
@@ -43,7 +44,7 @@ class Weighing:
     counts_rows: bool = False  # the ranks' batches may have different numbers of rows
     calls: int = 0  # losses that this step has computed
     metrics: int = 0  # of all ranks' rows
-    is_compiled: bool = False  # the losses of compile are called, which Keras adds up
+    is_own: bool = False  # the model has a step of its own, in which Keras calls no loss now
     logs_outputs: bool = False  # Keras logs the loss of each output, too
     # What that is multiplied by if each step counts alike in it; 0 if each row does.
     by_steps: Any = None
@@ -85,6 +86,9 @@ def weighed(
         counts = method == "train_step" and model in fit_state.counting_rows
         trackers = getattr(getattr(model, "_compile_loss", None), "metrics", ())
         own = Weighing(model, process_set, averages, is_together, counts)
+        own.is_own = not is_legacy and getattr(type(model), method) is not getattr(
+            keras.Model, method
+        )
         own.logs_outputs = bool(trackers)
         with contextlib.ExitStack() as stack:
             for metric in trackers:
@@ -111,9 +115,12 @@ def weighed(
 def _of_compile(own: Weighing, of_compile: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the losses of ``compile``, all of which are weighed."""
     before = own.calls
-    with replaced(own, "is_compiled", True):
+    with replaced(own, "is_own", False):
         value = call(*args, **kwargs)
-    every = [one.loss for one in of_compile._flat_losses or () if one.loss is not None]
+    # Its name in Keras 3.6 to 3.8, where these are the losses themselves.
+    flat = getattr(of_compile, "_flat_losses", None) or getattr(of_compile, "flat_losses", None)
+    every = [getattr(one, "loss", one) for one in flat or ()]
+    every = [loss for loss in every if loss is not None]
     if own.calls - before < len(every) and not agree.is_building.get():
         usual = keras.losses.Loss.__call__
         names = {type(loss).__name__ for loss in every if type(loss).__call__ is not usual}
@@ -211,10 +218,12 @@ def _weigh(
 ) -> Any:
     reduction = "sum" if kind == "sum" else getattr(loss, "reduction", None)
     size = tf.cast(own.process_set.size(), value.dtype)
-    if not (own.is_compiled or is_legacy) and reduction in (None, "none", "sum"):
+    adds_up = reduction in (None, "none", "sum")
+    if adds_up and own.is_own:
         value = _divided_by_the_step(loss, value, tf.nest.flatten(y_pred)[0])
-        reduction, weights = "mean", []
-    if reduction in (None, "none", "sum") and not own.averages:
+        if own.averages:
+            reduction, weights = "mean", []
+    elif adds_up and not own.averages:
         # Optimizers with op=hvd.Sum are right to leave it; a tape may average.
         missing_calls.warn_if_averaged(
             f"the loss {loss.name} is a sum, and hvd.DistributedGradientTape averages its "
@@ -266,7 +275,7 @@ def _weigh(
 def _divided_by_the_step(loss: Any, value: Any, rows: Any) -> Any:
     """A sum, or the losses of rows, of which a step of one's own makes a mean; tell if it does not.
 
-    The gradient that comes back shows what the step does: it is 1 if it adds up, or less.
+    The gradient that comes back shows what the step does: it is 1 if that adds up.
     """
 
     def gradient(upstream: Any) -> Any:
@@ -310,14 +319,19 @@ def update(
     call = functools.partial(function, **options)
     tried = types.SimpleNamespace(fn=function, call=call, _fn_kwargs=options)
     kind = row_trials.kind_of(tried, y_true, y_pred)
-    is_mean = kind == "mean" and sample_weight is None and not own.counts_rows
+    mask = getattr(y_pred, "_keras_mask", None)
+    is_plain = sample_weight is None and mask is None
+    is_mean = kind == "mean" and is_plain and not own.counts_rows and own.is_together is None
     if kind in ("rows", "unknown") or is_mean:
         return update_alone(metric, y_true, y_pred, sample_weight)
     own.metrics += 1
-    name, process_set = f"metric {own.metrics}, {metric.name}", own.process_set
-    given = [part for part in (y_true, y_pred, sample_weight) if part is not None]
-    rows = own.together(lambda: _gather(given, name, process_set), lambda: given)
-    return update_alone(metric, *rows)
+    name = f"metric {own.metrics}, {specs.common_path(metric.name)}"
+    given = {"y_true": y_true, "y_pred": y_pred, "sample_weight": sample_weight, "mask": mask}
+    given = {k: tf.identity(part) for k, part in given.items() if part is not None}
+    rows = own.together(lambda: _gather(given, name, own.process_set), lambda: given)
+    if mask is not None:
+        rows["y_pred"]._keras_mask = rows.pop("mask")
+    return update_alone(metric, **rows)
 
 
 def _log(own: Weighing, update: Any, value: Any, sample_weight: Any = None) -> None:
@@ -345,8 +359,8 @@ def _gather(value: Any, name: str, process_set: ProcessSet) -> Any:
         return gathered
 
     def rows_of_all(rows: Any, name: str) -> Any:
-        if None in rows.shape[1:] and not is_compiling():
-            # Each rank has padded its batch to its own longest row; one process pads all.
+        if rows.shape.rank > 1 and not is_compiling():
+            # A rank may have padded its batch to its own longest row; one process pads all.
             sizes = tf.shape(rows)[1:]
             (most,) = ops.reduce_tensors(
                 [sizes], op=ops.Max, name=f"{name} padding", process_set=process_set

@@ -6,6 +6,7 @@ Keras's own callbacks have the state that they had.
 
 import collections
 import os
+import pathlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,8 @@ import numpy as np
 
 from hvd_keras.gradients import shards
 from hvd_keras.gradients.values import is_array
+from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import Variable, flatten, keras
-from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.saving import per_rank
 from hvd_keras.saving.per_rank import CALLBACK
 
@@ -188,13 +189,13 @@ class Resuming:
                 variable.assign(value)
 
 
-def rows_of_step(fit: "Fit", process_set: ProcessSet) -> int | None:
-    """The rows of a step of all ranks, if they are known."""
+def rows_of_step(fit: "Fit") -> int | None:
+    """The rows of a step of all ranks, if they are known; all ranks must call it."""
+    mine = int(fit.arguments["batch_size"] or 32)  # ranks may have different ones
+    gathered = agree.gather_json("rows of a step", mine, fit.process_set)
     if fit.passes:
         return int(fit.passes[0].source.global_batch)
-    if is_array(flatten(fit.arguments["x"])[0]):
-        return int(fit.arguments["batch_size"] or 32) * process_set.size()
-    return None
+    return sum(gathered) if is_array(flatten(fit.arguments["x"])[0]) else None
 
 
 def rate_of(optimizer: Any) -> float | None:
@@ -204,3 +205,28 @@ def rate_of(optimizer: Any) -> float | None:
     except AttributeError:  # a MultiOptimizer has none of its own
         return None
     return float(rate) if isinstance(rate, Variable) else None
+
+
+def message(
+    found: per_rank.Found, epochs: int, is_complete: bool, has_stopped: bool, is_restored: bool
+) -> str:
+    """Say with what a fit begins that has found a checkpoint."""
+    epoch, batch = found.metadata["epoch"], found.metadata["batch"]
+    name = pathlib.Path(found.path).stem
+    if has_stopped:
+        return (
+            f"{name} is the end of a fit that a callback stopped after epoch {epoch}, so nothing "
+            "is left to train. To train again, change epochs, or use Checkpoint(…, restore=False)"
+        )
+    if is_complete:
+        return (
+            f"{name} was written in a later fit, so this one is not repeated; code after it sees "
+            + ("the weights of that one" if is_restored else "weights that are not trained")
+        )
+    if epoch >= epochs:
+        return (
+            f"{name} is the end of epoch {epoch}, and fit ends after epoch {epochs}, so nothing is "
+            "left to train. To train again, use Checkpoint(…, restore=False)"
+        )
+    place = f"epoch {epoch + 1} of {epochs}" + f", batch {batch + 1}" * (batch > 0)
+    return f"continuing from {name}, {place}"

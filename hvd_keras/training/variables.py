@@ -20,7 +20,7 @@ def training_variables(model: Any) -> list[Any]:
     # it does not know which variables they update.
     found = [*model.variables, *recurrent_states(model._flatten_layers())]
     reducers = model_ranks.reducers_of(model)
-    for optimizer in model_ranks.optimizers_of(model):
+    for optimizer in model_ranks.optimizers_of(model, within=True):
         # Not the default of compile, which updates nothing in a model with distributed optimizers.
         of_it = model_ranks.reducer_of(optimizer)
         if optimizer is model.optimizer and (

@@ -385,7 +385,8 @@ def test_masks_of_one_column(mark: str) -> None:
     check(column, loss=lambda: loss, **options)
 
 
-def test_batches_that_each_rank_pads_by_itself() -> None:
+@pytest.mark.parametrize("eager", [False, True])
+def test_batches_that_each_rank_pads_by_itself(eager: bool) -> None:
     x, _, _ = rows()
     y = (x % 3 + 1).astype("float32")[..., None] * (x > 0)[..., None]
     model = keras.Sequential(
@@ -405,7 +406,9 @@ def test_batches_that_each_rank_pads_by_itself() -> None:
         if net is model or RANK == 0:
             of = functools.partial(batches, part(x), part(y), size)
             data = tf.data.Dataset.from_generator(of, output_signature=shapes)
-            net.compile(hvd.DistributedOptimizer(SGD(0.1)) if net is model else SGD(0.1), ratio)
+            own = SGD(0.1)
+            own = hvd.DistributedOptimizer(own) if net is model else own
+            net.compile(own, ratio, run_eagerly=eager)
             net.fit(data, verbose=0)
     training.assert_bit_identical_on_all_ranks(model)
     if RANK == 0:

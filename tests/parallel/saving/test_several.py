@@ -203,3 +203,16 @@ def test_fits_of_two_models_of_trained_layers_and_of_two_data_in_turn(directory)
     undisturbed = run("all")
     run("some", Ends(STEPS + 1))
     np.testing.assert_array_equal(result(run("some")), result(undisturbed))
+
+
+def test_a_model_around_a_distributed_one_may_train_alone() -> None:
+    within = dense()
+    within.compile(hvd.DistributedOptimizer(SGD(0.01)), "mse")
+    within.fit(*mine(), batch_size=BATCH, verbose=0, callbacks=[BROADCAST(0)])
+    before = within.get_weights()[0]
+    if RANK == 0:  # it waits for no other
+        probe = keras.Sequential([keras.Input((5,)), within, keras.layers.Dense(1)])
+        probe.compile("sgd", "mse")
+        with hvd.local_fit():
+            probe.fit(*mine(), verbose=0)
+        assert (within.get_weights()[0] != before).any()
