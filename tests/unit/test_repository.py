@@ -43,6 +43,9 @@ def test_folders_have_at_most_20_files() -> None:
     ).stdout.splitlines()
     sizes = collections.Counter(pathlib.Path(file).parent for file in files)
     assert {folder: size for folder, size in sizes.items() if size > 20} == {}
+    known = {"hvd_keras", "native", "callbacks", "tests", "examples", "benchmarks", "docs"}
+    found = {file.split("/")[0] for file in files if "/" in file}
+    assert found == known | {"deploy", ".ci"}  # and none that a script has left
 
 
 def test_no_folders_import_each_other() -> None:
