@@ -250,7 +250,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         rates = found.metadata.get("rates") or [found.metadata.get("rate")]
         for optimizer, then in zip(self._optimizers(), rates, strict=False):
             # Keeps the warm-up, decay or reduction that it had.
-            if not same_ranks and then and (now := self._rates[optimizer]):
+            if not same_ranks and then and (now := self._rates.get(optimizer)):
                 optimizer.learning_rate = float(optimizer.learning_rate) * now / then
 
     def _optimizers(self) -> list[Any]:
@@ -447,7 +447,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             "batch": batch,
             "ranks": process_set.size(),
             "rows": self._rows,
-            "rates": [self._rates[optimizer] for optimizer in self._optimizers()],
+            "rates": [self._rates.get(optimizer) for optimizer in self._optimizers()],
             "fits": [*self._fits, self.params["epochs"]],
             "ended": self._ended,
             "passes": [passes.state(batch) for passes in self._passes],

@@ -46,14 +46,14 @@ def optimizers_of(model: Any, within: bool = False) -> list[Any]:
     Args:
         within: whether distributed ones of models within it follow, if its own step may use them.
     """
-    optimizers = [getattr(model, "optimizer", None), *_optimizers_in(vars(model))]
+    optimizers = [*_optimizers_in(getattr(model, "optimizer", None)), *_optimizers_in(vars(model))]
     if within and type(model).train_step is not keras.Model.train_step:
         for layer in model._flatten_layers(include_self=False):
             if isinstance(layer, keras.Model):
                 optimizers += [one for one in _optimizers_in(vars(layer)) if reducer_of(one)]
     unique: dict[int, Any] = {}
     several: Any = getattr(keras.optimizers, "MultiOptimizer", ())
-    for value in [one for one in optimizers if one is not None]:
+    for value in optimizers:
         unique[id(value)] = value
         if isinstance(value, several):
             if not value.built and model.built:
@@ -74,10 +74,11 @@ def _optimizers_in(value: Any, depth: int = 3) -> list[Any]:
 
 def reducers_of(model: Any) -> list[Reducer]:
     """Return the reducers of a model's distributed optimizers."""
-    reducers = [r for r in map(reducer_of, optimizers_of(model)) if r is not None]
-    if not reducers:
-        reducers = [r for r in map(reducer_of, optimizers_of(model, within=True)) if r is not None]
-    return list({id(r): r for r in reducers}.values())
+    return _reducers(optimizers_of(model))
+
+
+def _reducers(optimizers: Iterable[Any]) -> list[Reducer]:
+    return list({id(r): r for r in map(reducer_of, optimizers) if r is not None}.values())
 
 
 #: Whether a mean counts all rows alike, as one process does; otherwise all ranks, whatever their
@@ -111,7 +112,10 @@ def process_set_of(model: Any) -> ProcessSet | None:
     Raises:
         ValueError: its optimizers have different process sets.
     """
-    whole = [(reducer.rounds or reducer).process_set for reducer in reducers_of(model)]
+    reducers = reducers_of(model)
+    if not reducers and not alone.get():  # its own step may use those of models within it
+        reducers = _reducers(optimizers_of(model, within=True))
+    whole = [(reducer.rounds or reducer).process_set for reducer in reducers]
     sets = {process_set.id(): process_set for process_set in whole}
     if len(sets) > 1:
         raise ValueError(

@@ -218,7 +218,7 @@ class TensorFlowKerasState(TensorFlowState):
         self.optimizer = optimizer or getattr(model, "optimizer", None)
         found = training_variables(model)
         for one in model_ranks.optimizers_of(model):
-            if model_ranks.reducer_of(one) is not None and not one.built:
+            if model_ranks.reducer_of(one) is not None and not getattr(one, "built", True):
                 raise ValueError(
                     f"hvd.elastic: optimizer {one.name!r} of model {model.name!r} has no variables "
                     "yet. Build it first: optimizer.build(variables that it updates)."

@@ -132,12 +132,17 @@ def _of_compile(own: Weighing, of_compile: Any, call: Any, *args: Any, **kwargs:
 
 
 def _tell_what_counts_by_rank(own: Weighing) -> None:
-    added = any(getattr(layer, "_losses", ()) for layer in own.model._flatten_layers())
+    scaled = own.averages and _sums_activities()  # activity regularizers are
+    added = any(
+        getattr(layer, "_losses", ())
+        for layer in own.model._flatten_layers()
+        if not (scaled and getattr(layer, "activity_regularizer", None) is not None)
+    )
     if not own.calls or added:
         what = "add_loss or an activity regularizer" if own.calls else "no keras.losses.Loss"
         missing_calls.tell(
-            f"the ranks may have batches of different sizes, and this train_step has {what}: each "
-            "rank counts alike in it, not each row. Use self.compute_loss, a Loss, or "
+            f"the ranks may have batches of different sizes, and this model trains with {what}: "
+            "each rank counts alike in it, not each row. Use self.compute_loss, a Loss, or "
             "hvd.data.shard, which gives ranks equal batches."
         )
 
@@ -185,9 +190,13 @@ def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
     name = f"loss {own.calls}, {specs.common_path(loss.name)}"
     process_set = own.process_set
 
+    # A step of one's own divides the sum by its own rows.
+    divides = own.is_own and own.averages and getattr(loss, "reduction", None) == "sum"
+
     def of_all() -> Any:
         with agree.within(weighing, None):
-            return loss_call(loss, *_gather(arguments, name, process_set))
+            value = loss_call(loss, *_gather(arguments, name, process_set))
+        return value / tf.cast(process_set.size(), value.dtype) if divides else value
 
     def alone() -> Any:
         with agree.within(weighing, None):
@@ -279,7 +288,7 @@ def _divided_by_the_step(loss: Any, value: Any, rows: Any) -> Any:
     """
 
     def gradient(upstream: Any) -> Any:
-        if _is_one(upstream) and rows.shape[0] != 1:
+        if _is_one(upstream) and getattr(rows, "shape", None) and rows.shape[0] != 1:
             missing_calls.warn_if_averaged(
                 f"a train_step uses the loss {loss.name} as a sum, and the ranks' gradients are "
                 "averaged, so they are smaller than those of one process. Divide the sum by the "
@@ -319,19 +328,19 @@ def update(
     call = functools.partial(function, **options)
     tried = types.SimpleNamespace(fn=function, call=call, _fn_kwargs=options)
     kind = row_trials.kind_of(tried, y_true, y_pred)
-    mask = getattr(y_pred, "_keras_mask", None)
-    is_plain = sample_weight is None and mask is None
+    given = y_true, y_pred, sample_weight
+    is_plain = sample_weight is None and getattr(y_pred, "_keras_mask", None) is None
     is_mean = kind == "mean" and is_plain and not own.counts_rows and own.is_together is None
     if kind in ("rows", "unknown") or is_mean:
-        return update_alone(metric, y_true, y_pred, sample_weight)
+        return update_alone(metric, *given)
     own.metrics += 1
     name = f"metric {own.metrics}, {specs.common_path(metric.name)}"
-    given = {"y_true": y_true, "y_pred": y_pred, "sample_weight": sample_weight, "mask": mask}
-    given = {k: tf.identity(part) for k, part in given.items() if part is not None}
-    rows = own.together(lambda: _gather(given, name, own.process_set), lambda: given)
-    if mask is not None:
-        rows["y_pred"]._keras_mask = rows.pop("mask")
-    return update_alone(metric, **rows)
+
+    def updated(rows: Any) -> Any:
+        update_alone(metric, *rows)
+        return tf.zeros([])  # of tf.cond
+
+    own.together(lambda: updated(_gather(given, name, own.process_set)), lambda: updated(given))
 
 
 def _log(own: Weighing, update: Any, value: Any, sample_weight: Any = None) -> None:

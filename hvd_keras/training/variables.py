@@ -67,14 +67,14 @@ def average_variables(variables: list[Any], process_set: ProcessSet) -> None:
 
 def accumulators(model: Any) -> list[Any]:
     """Return the variables in which a model's optimizers add up gradients for a later update."""
-    optimizers = map(innermost, model_ranks.optimizers_of(model))
+    optimizers = map(innermost, model_ranks.optimizers_of(model, within=True))
     return [v for one in optimizers for v in getattr(one, "_accumulated_gradients", ())]
 
 
 def accumulating(model: Any) -> dict[Any, list[Any]]:
     """Return the sums of this rank's own gradients since the last update, by reducer."""
     found: dict[Any, list[Any]] = {}
-    for optimizer in map(innermost, model_ranks.optimizers_of(model)):
+    for optimizer in map(innermost, model_ranks.optimizers_of(model, within=True)):
         reducer = model_ranks.reducer_of(optimizer)
         steps = getattr(optimizer, "gradient_accumulation_steps", None)
         if reducer and steps and optimizer.built and int(optimizer._iterations) % steps:
@@ -88,7 +88,7 @@ def average_accumulated(model: Any, process_set: ProcessSet) -> list[Any]:
     The update averages or adds them up over the ranks, so it is the same as before. Sums of another
     number of steps than those of other ranks, as of a loaded file, are left out.
     """
-    optimizers = list(map(innermost, model_ranks.optimizers_of(model)))
+    optimizers = list(map(innermost, model_ranks.optimizers_of(model, within=True)))
     if not any(getattr(o, "gradient_accumulation_steps", None) for o in optimizers):
         return []
     sums = accumulating(model)

@@ -119,11 +119,13 @@ def own_step() -> keras.Model:
 class Divides(keras.Model):
     """Divides what a loss adds up, or each row's."""
 
-    reduction, divides = "sum", True
+    reduction, divides, axis = "sum", True, -1
 
     def one(self, data):
         x, y = data
         of = losses.MeanSquaredError(reduction=self.reduction)
+        if self.axis == 0:  # which compares rows
+            of = losses.CosineSimilarity(0, reduction=self.reduction)
         loss = tf.reduce_sum(of(y, self(x, training=True)))
         return loss / tf.cast(tf.size(y), loss.dtype) if self.divides else loss
 
@@ -141,19 +143,21 @@ class Divides(keras.Model):
 
 
 @pytest.mark.parametrize("eager", [True, False])
-@pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_a_step_of_its_own_that_divides_a_sum(reduction: str, eager: bool, monkeypatch) -> None:
+@pytest.mark.parametrize(("reduction", "axis"), [("sum", -1), ("none", -1), ("sum", 0)])
+def test_a_step_of_its_own_that_divides_a_sum(reduction, axis, eager, monkeypatch) -> None:
     warnings: list[str] = []
     monkeypatch.setattr(log, "warn_once", warnings.append)
 
     def make() -> keras.Model:
         model = without_mask()
         model = Divides(model.inputs, model.outputs[0])
-        model.reduction = reduction
+        model.reduction, model.axis = reduction, axis
         return model
 
     check(make, eager=eager, validates=True)
     assert not any("as a sum" in text for text in warnings)
+    if axis == 0:  # that of all rows
+        return
     model = make()
     model.divides = False
     model.compile(hvd.DistributedOptimizer(SGD(0.001)), run_eagerly=eager)
@@ -375,14 +379,15 @@ def test_losses_of_all_rows(name: str) -> None:
 
 
 @pytest.mark.parametrize("mark", ["negative", "nonzero"])
-def test_masks_of_one_column(mark: str) -> None:
+@pytest.mark.parametrize("jit", [False, True])
+def test_masks_of_one_column(mark: str, jit: bool) -> None:
     """In losses, and in functions that are metrics."""
     loss, targets = of_known, known
     if mark == "nonzero":
         loss, targets = ratio, lambda y: np.maximum(known(y), 0)
     small = lambda rate: SGD(rate / 10)  # noqa: E731
     options = {"targets": targets, "metrics": [loss, rmse], "validates": True, "optimizer": small}
-    check(column, loss=lambda: loss, **options)
+    check(column, loss=lambda: loss, jit=jit, **options)
 
 
 @pytest.mark.parametrize("eager", [False, True])

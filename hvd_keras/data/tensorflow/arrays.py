@@ -41,7 +41,8 @@ def pydataset_source(source: Any, shuffle: bool | int, seed: int, split: Split) 
 
 def _either(one: tf.TensorSpec, other: tf.TensorSpec) -> tf.TensorSpec:
     """The spec of rows that are as one of two, if they have equally many dimensions."""
-    return one.most_specific_common_supertype([other]) or one
+    is_like = one.shape.rank == other.shape.rank
+    return (one.most_specific_common_supertype([other]) if is_like else None) or one
 
 
 def flatten(nested: Any) -> list[Any]:
