@@ -18,6 +18,8 @@ SEEDS = {
 def test_random_programs(ranks: int) -> None:
     """Each program runs on one number of ranks here, and on both by ``make programs``."""
     specs = {str(seed): draw.draw(seed) for seed in SEEDS[ranks]}
+    if ranks == 2:  # an accumulation goes on from one epoch to the next
+        specs["local"] = {"local": 2, "accumulation": 2}
     assert all(draw.can_run(spec, ranks) for spec in specs.values())
     # None differs, and none fails alone or differs from itself, which would prove nothing.
     assert run.run(specs, (ranks,)) == ({}, {})
