@@ -117,7 +117,7 @@ def _of_compile(own: Weighing, of_compile: Any, call: Any, *args: Any, **kwargs:
     before = own.calls
     with replaced(own, "is_own", False):
         value = call(*args, **kwargs)
-    # Its name in Keras 3.6 to 3.8, where these are the losses themselves.
+    # Keras 3.6 has the losses themselves, under another name.
     flat = getattr(of_compile, "_flat_losses", None) or getattr(of_compile, "flat_losses", None)
     every = [getattr(one, "loss", one) for one in flat or ()]
     every = [loss for loss in every if loss is not None]

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
+from tests.harness.training import Crash
 
 pytestmark = pytest.mark.ranks(2, 3)
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -19,19 +20,6 @@ BROADCAST = hvd.callbacks.BroadcastGlobalVariablesCallback
 @pytest.fixture
 def directory(directory):
     return directory / "checkpoints"
-
-
-class Ends(keras.callbacks.Callback):
-    """Ends a fit as a crash would, after some batches of all fits."""
-
-    def __init__(self, after: int) -> None:
-        super().__init__()
-        self.left = after
-
-    def on_train_batch_end(self, batch, logs=None) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise KeyboardInterrupt
 
 
 def rows(seed: int = 3):
@@ -113,7 +101,7 @@ def test_optimizers_within_and_recurrent_states(make, directory) -> None:
         return model
 
     undisturbed = run("all")
-    run("some", Ends(STEPS + 2))
+    run("some", Crash(STEPS + 3))
     np.testing.assert_array_equal(result(run("some")), result(undisturbed))
 
 
@@ -140,7 +128,7 @@ def test_batches_of_another_size(sizes, repeats: bool, directory) -> None:
         seen.extend(np.ravel(y).tolist())
         return tf.reduce_mean((y - predicted) ** 2)
 
-    run(sizes[0], Ends(1))
+    run(sizes[0], Crash(2))
     seen.clear()
     done = x[RANK::SIZE][: sizes[0]].ravel().tolist()
     is_whole = sizes[0] % sizes[1] == 0
@@ -172,7 +160,7 @@ def test_rates_of_two_optimizers_on_fewer_ranks(directory) -> None:
         for optimizer in (model.optimizer, model.second):
             optimizer.learning_rate = optimizer.learning_rate * 0.5
 
-    run(hvd.global_process_set, Ends(3 * STEPS + 1))
+    run(hvd.global_process_set, Crash(3 * STEPS + 2))
     fewer = hvd.add_process_set([0])
     if RANK == 0:
         model = run(fewer)
@@ -201,7 +189,7 @@ def test_fits_of_two_models_of_trained_layers_and_of_two_data_in_turn(directory)
         return model
 
     undisturbed = run("all")
-    run("some", Ends(STEPS + 1))
+    run("some", Crash(STEPS + 2))
     np.testing.assert_array_equal(result(run("some")), result(undisturbed))
 
 
