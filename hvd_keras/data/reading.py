@@ -102,30 +102,31 @@ def arrays_reader(
     )
 
 
-def first_batch(source: Any) -> Any:
-    """Return the first batch of a ``PyDataset``."""
+def end_batches(source: Any) -> tuple[Any, Any]:
+    """Return the first batch of a ``PyDataset`` and the last one, each read once."""
     if not (number := number_of_batches(source)):
         raise ValueError(f"the PyDataset has {number} batches, expected 1 or more.")
-    return source[0]
+    first = source[0]
+    return first, first if number == 1 else source[number - 1]
 
 
 def pydataset_reader(
-    source: Any, first_one: Any, flatten: Any, shuffle: bool, seed: int, split: Split
+    source: Any, ends: tuple[Any, Any], flatten: Any, shuffle: bool, seed: int, split: Split
 ) -> Source:
     """Read a ``PyDataset``. A rank reads only its own batches, and its rows of the last step."""
     number = number_of_batches(source) or 0
 
-    def look(index: int) -> list[Any]:
-        return parts_of(with_tuples(source[index]), flatten)
+    def look(batch: Any) -> list[Any]:
+        return parts_of(with_tuples(batch), flatten)
 
-    batch_size = len(parts_of(with_tuples(first_one), flatten)[0])
-    length = (number - 1) * batch_size + len(look(number - 1)[0])
+    batch_size, last = (len(look(batch)[0]) for batch in ends)
+    length = (number - 1) * batch_size + last
     whole, global_batch = length // batch_size, split.size * batch_size
 
     def batch(epoch: int, index: int) -> list[Any]:
         if index < whole:
             index = int(order(whole, shuffle, seed, epoch)[index])
-        parts = look(index)
+        parts = look(source[index])
         rows = len(parts[0])
         if rows != min(batch_size, length - index * batch_size):
             text = f"batch {index} of the PyDataset has {rows} rows, the first had {batch_size}."
@@ -151,7 +152,7 @@ def pydataset_reader(
         return [part[numbers % real] for part in parts], weights
 
     workers = max(1, getattr(source, "workers", 1))
-    sample = f"sample {digest(y_of(first_one, flatten))}"
+    sample = f"sample {digest(y_of(ends[0], flatten))}"
     described = length, batch_size, split, sample, shuffle
     return Source(*described, read, workers, unit=batch_size)
 

@@ -112,9 +112,9 @@ def _open(
     if isinstance(source, (keras.utils.PyDataset, DataLoader)) and batch_size is not None:
         raise ValueError(f"{batch_size=}, expected none for a {type(source).__name__}.")
     if isinstance(source, keras.utils.PyDataset):
-        first = reading.with_tuples(reading.first_batch(source))
-        flatten = keras.tree.flatten
-        reader = reading.pydataset_reader(source, first, flatten, everything, seed, split)
+        ends = reading.end_batches(source)
+        first, flatten = reading.with_tuples(ends[0]), keras.tree.flatten
+        reader = reading.pydataset_reader(source, ends, flatten, everything, seed, split)
         return reader, _spec(first), {"pack": functools.partial(_packed, first)}
     if isinstance(source, DataLoader):
         return _of_loader(source, shuffle, seed, split)

@@ -26,16 +26,16 @@ def arrays_source(
 
 def pydataset_source(source: Any, shuffle: bool | int, seed: int, split: Split) -> Source:
     """Open a ``PyDataset``. A rank reads only its own batches, and its rows of the last step."""
-    first = reading.first_batch(source)
+    ends = first, last = reading.end_batches(source)
     if any(isinstance(part, tf.RaggedTensor | tf.SparseTensor) for part in tf.nest.flatten(first)):
         raise ValueError(
             "the PyDataset has ragged or sparse batches, expected arrays. Pad them, or give "
             "hvd.data.shard a tf.data.Dataset."
         )
-    reader = reading.pydataset_reader(source, first, flatten, bool(shuffle), seed, split)
-    spec, last = _look_into(first)[1], (reading.number_of_batches(source) or 1) - 1
-    for index in {min(1, last), last} - {0}:  # batches may be padded to different lengths
-        spec = tf.nest.map_structure(_either, spec, _look_into(source[index])[1])
+    reader = reading.pydataset_reader(source, ends, flatten, bool(shuffle), seed, split)
+    spec, several = _look_into(first)[1], (reading.number_of_batches(source) or 1) > 2
+    for batch in (last, *([source[1]] if several else ())):  # each may be padded by itself
+        spec = tf.nest.map_structure(_either, spec, _look_into(batch)[1])
     return _source(reader, spec)
 
 
