@@ -173,6 +173,11 @@ def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
     arguments = y_true, y_pred, sample_weight
     kind = row_trials.kind_of(loss, y_true, y_pred)
     is_weighted = sample_weight is not None or bool(divisors(loss, None, y_pred, None))
+    if kind == "failed" and not row_trials.is_of_keras(getattr(loss, "fn", loss)):
+        missing_calls.warn_if_averaged(
+            f"the loss {loss.name} cannot be tried on random rows, so it is taken for a mean over "
+            "the rows of a batch. If it is not, let it compare hvd.allgather of y and y_pred."
+        )
     is_of_all = kind == "whole" or (kind in ("mean", "sum") and is_weighted)
     if own is not None:
         own.calls += 1
@@ -321,8 +326,7 @@ def update(
     A function that gives no number for each row gets the rows of all ranks.
     """
     own, function = weighing.get(), metric._fn
-    is_known = str(getattr(function, "__module__", "")).startswith("keras.")
-    if own is None or is_known or agree.is_building.get():
+    if own is None or row_trials.is_of_keras(function) or agree.is_building.get():
         return update_alone(metric, y_true, y_pred, sample_weight)
     options = metric._fn_kwargs
     call = functools.partial(function, **options)
@@ -331,7 +335,7 @@ def update(
     given = y_true, y_pred, sample_weight
     is_plain = sample_weight is None and getattr(y_pred, "_keras_mask", None) is None
     is_mean = kind == "mean" and is_plain and not own.counts_rows and own.is_together is None
-    if kind in ("rows", "unknown") or is_mean:
+    if kind in ("rows", "failed", "unknown") or is_mean:
         return update_alone(metric, *given)
     own.metrics += 1
     name = f"metric {own.metrics}, {specs.common_path(metric.name)}"

@@ -92,7 +92,8 @@ def reduce_logs(
 ) -> dict[str, str]:
     """Replace this rank's logs by those over all ranks, in place; equal on all ranks.
 
-    Metrics are computed from the sums of the ranks' states. Metrics whose states cannot be summed,
+    Metrics are computed from the sums of the ranks' states, also those that a train_step logs under
+    names that are not theirs. Metrics whose states cannot be summed,
     and numbers and arrays that are not metrics of the model, are averaged over the ranks. Other
     values, such as text, are left alone.
 
@@ -111,6 +112,7 @@ def reduce_logs(
         prefix: [state for state in phase if any(prefix + key in logs for key in state.results)]
         for prefix, phase in phases.items()
     }
+    renamed = {key: found for prefix in phases for key, found in _renamed(phases, prefix, logs)}
     # One request: plain numbers, what each rank can sum, and what it logged without changes.
     gathered = agree.gather_json(
         "metrics",
@@ -118,6 +120,7 @@ def reduce_logs(
             "logs": mine,
             "states": [s.describe(prefix) for prefix, phase in used.items() for s in phase],
             "logged": [p for p, phase in used.items() if _was_logged(phase, p, logs)],
+            "renamed": {key: state.describe(prefix) for key, (prefix, state) in renamed.items()},
         },
         process_set,
     )
@@ -130,6 +133,11 @@ def reduce_logs(
                 "Give all ranks the same metrics and validation data."
             )
 
+    if all(theirs["renamed"] == gathered[0]["renamed"] for theirs in gathered):
+        for key, (prefix, state) in renamed.items():
+            value = next(iter(state.results.values()))
+            named = dataclasses.replace(state, results={key.removeprefix(prefix): value})
+            used[prefix].append(named)
     for key in mine:
         mean = np.sum([theirs["logs"][key] for theirs in gathered], axis=0) / len(gathered)
         logs[key] = mean if mean.shape else float(mean)
@@ -188,6 +196,21 @@ def _results(model: Any) -> Iterator[tuple[str, Any, Any]]:
                     yield name, part, results[name]
             else:  # the names are not unique, so one result has overwritten another
                 yield metric.name, metric, results
+
+
+def _renamed(
+    phases: dict[str, list[MetricState]], prefix: str, logs: dict[str, Any]
+) -> Iterator[tuple[str, tuple[str, MetricState]]]:
+    """Yield keys under which a train_step logs metrics that have other names, by their values."""
+    known = {start + key for start in phases for state in phases[start] for key in state.results}
+    others = [k for k in logs if k not in known and k.startswith("val_") == bool(prefix)]
+    for state in phases[prefix]:
+        if len(state.results) == 1 and prefix + next(iter(state.results)) not in logs:
+            value = next(iter(state.results.values()))
+            same = [key for key in others if _close(logs[key], value)]
+            if len(same) == 1:
+                others.remove(same[0])
+                yield same[0], (prefix, state)
 
 
 def _was_logged(phase: list[MetricState], prefix: str, logs: dict[str, Any]) -> bool:

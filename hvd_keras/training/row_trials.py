@@ -17,8 +17,9 @@ from hvd_keras.runtime import agree, log
 from hvd_keras.runtime.keras import is_legacy, keras, replaced
 
 #: How the loss of a batch follows from its parts: each row has its own; it is the mean of the
-#: parts' losses, or their sum; "whole": none of these; "unknown": it cannot be tried.
-Kind = Literal["rows", "mean", "sum", "whole", "unknown"]
+#: parts' losses, or their sum; "whole": none of these; "failed": it cannot be tried; "unknown": it
+#: gets no tensors with rows, or exchanges them by itself.
+Kind = Literal["rows", "mean", "sum", "whole", "failed", "unknown"]
 
 _ROWS = 4  # of each of two parts
 _TOLERANCE = 1e-4  # relative to the largest value
@@ -32,24 +33,26 @@ def kind_of(loss: Any, y_true: Any, y_pred: Any) -> Kind:
     """How a loss treats the rows of a batch, by its values for random rows."""
     parts = [tf.nest.flatten(part) for part in (y_true, y_pred)]
     tensors = [tensor for part in parts for tensor in part]
+    if any(isinstance(tensor, tf.RaggedTensor | tf.SparseTensor) for tensor in tensors):
+        return "failed"
     if not all(isinstance(tensor, tf.Tensor) and tensor.shape.rank for tensor in tensors):
         return "unknown"
     dtypes = [tf.as_dtype(getattr(loss, "dtype", tensor.dtype)) for tensor in tensors]
     sizes = [[size or 4 for size in tensor.shape[1:]] for tensor in tensors]
     function = getattr(loss, "fn", loss)
     key = function, repr((getattr(loss, "_fn_kwargs", None), sizes, dtypes))
-    is_pure = str(getattr(function, "__module__", "")).startswith(("keras.", "tf_keras."))
-    is_kept = is_pure or tf.executing_eagerly()  # what a script's loss reads may change
+    # What a script's loss reads may change.
+    is_kept = is_of_keras(function) or tf.executing_eagerly()
     if is_kept and key in _kinds:
         return _kinds[key]
 
     def call(*flat: Any) -> Any:
         return loss.call(*tf.nest.pack_sequence_as([y_true, y_pred], flat))
 
-    kind: Kind = "unknown"
+    kind: Kind = "failed"
     with tf.init_scope(), tf.device("CPU:0"):
         if not tf.executing_eagerly():  # TensorFlow 1
-            return kind
+            return "unknown"
         # Few columns and any number of rows are enough, unless a loss is made for certain ones.
         few = [[min(size, 8) for size in shape] for shape in sizes]
         for shapes, counts in ((few, [None]), (sizes, [None]), (sizes, [_ROWS, 2 * _ROWS])):
@@ -62,6 +65,11 @@ def kind_of(loss: Any, y_true: Any, y_pred: Any) -> Kind:
     if is_kept:
         _kinds[key] = kind
     return kind
+
+
+def is_of_keras(function: Any) -> bool:
+    """Whether a loss or a metric, or its function, is Keras's."""
+    return str(getattr(function, "__module__", "")).startswith(("keras.", "tf_keras."))
 
 
 def _try(
@@ -96,15 +104,18 @@ def _try(
     for traced in functions:
         traced.set_external_captures([handles.get(id(c), c) for c in traced.captured_inputs])
     kinds: set[Kind] = set()
+    errors: list[Exception] = []
     # The numbers that a loss compares labels with, and those beside, may mark rows, as padding is;
     # of each part another number, so that the mean of two masked means is not that of all.
-    for mark in (0.0, 1.0, -1.0, *_marks(functions[0])):
+    marks = 0.0, 1.0, -1.0, *_marks(functions[0])
+    for mark in marks:
         parts = [rows(share, mark) for share in (0.25, 0.75)]
         try:
             one, other = (np.asarray(functions[0](*some), "float64") for some in parts)
             both = [tf.concat(pair, 0) for pair in zip(*parts, strict=True)]
             whole = np.asarray(functions[-1](*both), "float64")
-        except tf.errors.OpError:  # the mark is no valid label
+        except tf.errors.OpError as caught:  # the mark is no valid label
+            errors.append(caught)
             continue
         if not whole.any() or not all(np.isfinite(some).all() for some in (one, other, whole)):
             continue
@@ -114,6 +125,8 @@ def _try(
         kinds |= {kind for kind, value in expected.items() if _close(value, whole)} or {"whole"}
     for handle in handles.values():
         tf.raw_ops.DestroyResourceOp(resource=handle)
+    if len(errors) == len(marks):  # such as a loss for one number of rows
+        raise errors[0]
     return kinds.pop() if len(kinds) == 1 else "whole"
 
 

@@ -348,6 +348,33 @@ def test_numbers_of_a_train_step_that_are_no_metrics_are_averaged() -> None:
     assert_not_means_of({"seen": [training_data(RANK)[0].mean()]}, {"seen": [mean]})
 
 
+def test_metrics_that_a_train_step_logs_under_other_names_are_exact() -> None:
+    class Own(keras.Model):
+        def train_step(self, data):
+            x, y = data
+            y_pred = self(x)
+            self.area.update_state(y, y_pred)
+            self.error.update_state(keras.losses.mean_squared_error(y, y_pred))
+            return {"roc": self.area.result(), "mse": self.error.result()}
+
+        def test_step(self, data):
+            return self.train_step(data)
+
+    def logs_of(train, val, callbacks=()):
+        inputs = keras.Input((5,))
+        model = Own(inputs, keras.layers.Dense(1, "sigmoid")(inputs))
+        training.set_weights(model, seed=3)
+        model.area = keras.metrics.AUC(name="auc")
+        model.error = keras.metrics.Mean(name="error")
+        model.compile(optimizer="sgd")
+        return fit(model, train[:2], val[:2], callbacks)
+
+    train, val = binary(training_data), binary(validation_data)
+    expected = logs_of(of_all_ranks(train), of_all_ranks(val))
+    assert_equal(logs_of(train(RANK), val(RANK), averaged()), expected)
+    assert_not_means_of(logs_of(train(RANK), val(RANK)), expected)
+
+
 @several
 def test_result_that_is_a_variable() -> None:
     """Keras would log the variable's value after the validation as the training's."""

@@ -153,3 +153,16 @@ def test_ranks_may_skip_the_same_step(options) -> None:
     model = fit(Skipping, x, **options)
     assert int(model.optimizer.iterations) == STEPS - 1
     assert np.isfinite(model.get_weights()[0]).all()
+
+
+def of_four_rows(y_true, y_pred):
+    return tf.reduce_mean(tf.square(tf.ensure_shape(y_true, (ROWS, 1)) - y_pred))
+
+
+def test_a_loss_that_cannot_be_tried_is_told(monkeypatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(log, "warn_once", told.append)
+    for loss in ("mse", of_four_rows):
+        fit(keras.Sequential, loss=loss)
+        about = [text for text in told if "cannot be tried" in text]
+        assert len(about) == (SIZE > 1 and loss == of_four_rows), told
