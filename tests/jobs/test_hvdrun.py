@@ -45,7 +45,11 @@ def test_no_prefix_leaves_the_bytes_alone(hvdrun):
 
 
 def test_long_lines_of_ranks_do_not_mix(hvdrun):
-    done = hvdrun.python(3, "for _ in range(50): print(str(rank) * 50_000)")
+    text = """for i in range(50):
+        print(str(rank) * 25_000, end="")
+        time.sleep(0.4 * (i == 20 + rank))  # as on a busy host
+        print(str(rank) * 25_000)"""
+    done = hvdrun.python(3, text)
     lines = [f"[{rank}] {str(rank) * 50_000}" for rank in range(3)]
     assert [done.stdout.splitlines().count(line) for line in lines] == [50, 50, 50]
     assert len(done.stdout.splitlines()) == 150
