@@ -29,7 +29,7 @@ def make(of_keras: Callable[..., Any], model: Any, force: bool = False) -> Any:
             return of_model(data)
 
         whole = function(body, autograph=False, reduce_retracing=True)  # as Keras traces it
-        step = Divided(body, whole, f"the {name} of model {model.name!r}")
+        step = Divided(whole, whole, f"the {name} of model {model.name!r}")
         if kind == "predict":
             run = functools.partial(_predict, step)
         else:
@@ -40,19 +40,28 @@ def make(of_keras: Callable[..., Any], model: Any, force: bool = False) -> Any:
 
 def _run(model: Any, step: Divided, of_keras: Callable[[Any], Any], iterator: Any) -> Any:
     """Take batches outside of the function that computes with them."""
+    spec = getattr(iterator, "element_spec", None)
+    of = "" if spec is None else step.trace(spec)
     try:
         batch = next(iterator)
     except StopIteration:
         # Keras finds the end of unknown data in a step, which may then have counted as one.
         return of_keras(iterator)
-    outputs = step(batch)
+    outputs = step.step(of, _without_optional(batch))
     for batch in itertools.islice(iterator, model.steps_per_execution - 1):
-        outputs = step(batch)
+        outputs = step.step(of, _without_optional(batch))
     return outputs
 
 
+def _without_optional(batch: Any) -> Any:
+    """Return a batch as Keras gives it to a step."""
+    return tf.nest.map_structure(
+        lambda x: None if isinstance(x, tf.experimental.Optional) else x, batch
+    )
+
+
 def _predict(step: Divided, batches: Any) -> Any:
-    first, *more = [step(batch) for batch in batches]
+    first, *more = [step(_without_optional(batch)) for batch in batches]
     if not more:
         return first
     return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), first, *more)
@@ -70,7 +79,6 @@ def call(of_tensorflow: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
         body = self.python_function
         is_own = str(getattr(body, "__module__", "")).partition(".")[0] not in _LIBRARIES
         name = f"{getattr(body, '__name__', 'a function')}()"
-        whole = functools.partial(of_tensorflow, self)
-        divided = is_own and Divided(whole, whole, name)
+        divided = is_own and Divided(self, functools.partial(of_tensorflow, self), name)
         setattr(self, _DIVIDED, divided)
     return divided(*args, **kwargs) if divided else of_tensorflow(self, *args, **kwargs)

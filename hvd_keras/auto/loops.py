@@ -15,8 +15,7 @@ from tensorflow.python.ops import control_flow_util_v2, handle_data_util
 from hvd_keras.auto import places
 from hvd_keras.auto.places import ALL, FULL, SUM, Dim, Dims, List, Node, Partial, Rows, Value
 from hvd_keras.auto.rules import RULES, Plan, elementwise, linear, rule
-from hvd_keras.auto.shapes import Shapes
-from hvd_keras.auto.sizes import evaluate, ints, sizes_of
+from hvd_keras.auto.sizes import Shapes, evaluate, ints, sizes_of
 
 CREATE = ("EmptyTensorList", "TensorListReserve", "TensorListFromTensor")
 _number = itertools.count()
@@ -188,7 +187,10 @@ def _join(before: Any, after: Any) -> Any:
 
 def place_while(plan: Any, node: Node) -> list[Any]:
     """Make a loop run on all ranks; return the places of its results, or raise UnknownError."""
-    body, cond = (node.graph._get_function(node.attr(n).name).graph for n in ("body", "cond"))
+    functions = (node.graph._get_function(node.attr(n).name) for n in ("body", "cond"))
+    body, cond = (getattr(function, "graph", None) for function in functions)
+    if body is None or cond is None:
+        raise places.UnknownError("a loop of an older kind")
     inputs = list(node.inputs)
     for i, x in enumerate(inputs):
         if x.dtype == tf.resource:

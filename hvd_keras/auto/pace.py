@@ -41,16 +41,20 @@ class Pace:
         self._is_chosen = False
         atexit.register(_tell_untried)
 
-    def step(self, tensors: list[Any], rows: int, whole: Way, divide: Way) -> Any:
-        """Take a step with these tensors in one of two ways; ``divide`` returns the second."""
+    def step(self, tensors: list[Any], rows: int, whole: Way, divide: Callable[[], Any]) -> Any:
+        """Take a step with these tensors in one of two ways.
+
+        ``divide`` takes one, and returns the second way for the next, or None, and its outputs.
+        """
         always = settings.read().always_divides
         first, *others = self._alone or [0.0]
         is_due = always or (len(others) >= _STEPS and sum(others) >= _WORTH * first)
         global _has_tried
         _has_tried |= is_due
         if is_due and self._divided is None and not self._is_chosen:
-            self._divided = divide()
+            self._divided, outputs = divide()
             self._is_chosen = always or self._divided is None
+            return outputs
         run, self._rows = self._divided, self._rows or rows
         begun = time.perf_counter()
         outputs = run(tensors) if run else whole()

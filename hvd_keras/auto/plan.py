@@ -4,7 +4,8 @@ import math
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import tensorflow as tf
@@ -13,8 +14,7 @@ from hvd_keras.auto import layout as layout  # its rules
 from hvd_keras.auto import loops, places
 from hvd_keras.auto.places import ALL, FULL, ROOT, SENT, Dim, Dims, List, Node, Partial, Rows, Value
 from hvd_keras.auto.rules import ELEMENTWISE, RULES
-from hvd_keras.auto.shapes import Shapes
-from hvd_keras.auto.sizes import evaluate, fixed, shape_of, sizes_of
+from hvd_keras.auto.sizes import Shapes, evaluate, fixed, shape_of, sizes_of
 
 # What may use any variable, out of sight.
 _OPAQUE = ("EagerPyFunc", "PyFunc", "PyFuncStateless")
@@ -37,7 +37,12 @@ class Plan:
     """The ops of a function in rounds between which the ranks exchange tensors."""
 
     def __init__(
-        self, graph: Any, divided: list[bool], captured: Sequence[Any] = (), rows: int = 0
+        self,
+        graph: Any,
+        divided: list[bool],
+        captured: Sequence[Any] = (),
+        rows: int = 0,
+        shapes: Mapping[int, Any] = MappingProxyType({}),
     ) -> None:
         """Place all ops.
 
@@ -46,6 +51,7 @@ class Plan:
             divided: which of its inputs have the rows of the batch on axis 0.
             captured: what the last inputs are in each call, if variables may be kept.
             rows: those of a usual batch; 0: too many to keep any table on the first rank.
+            shapes: of inputs, where the graph does not know all of them.
         """
         self.nodes: list[Node] = []
         self.whole: list[str] = []  # ops that need the rows of all ranks on the first one
@@ -56,6 +62,8 @@ class Plan:
         self._batch = rows or sys.maxsize
         self._small: dict[int, bool] = {}
         self.inputs = [Value(None, t) for t in graph.inputs]
+        for i, shape in shapes.items():
+            self.inputs[i].shape = shape
         self._shapes = Shapes()
         self._changed: set[Value] = set()  # resources of other ops than reads and loops
         places.inlined(graph, self.inputs, self._note_changed)
@@ -143,6 +151,11 @@ class Plan:
         evaluate(node)
         self._shapes.infer(node, node.inputs)
         is_stateful = bool(node.op.op_def.is_stateful)
+        if is_stateful and "seed" in node.op.node_def.attr:
+            raise places.WholeError(
+                f"{node.type}{_line_of(node.op)} draws random numbers by a state that one trace "
+                "has; use keras.random"
+            )
         if node.outputs and all(v.sym is not None for v in node.outputs) and not is_stateful:
             node.needs, node.inputs, node.emit = [], [], "sizes"
             node.level = int(any(v.is_size for v in node.outputs))

@@ -1,21 +1,24 @@
 """Divides functions that get a batch: plans them, sends the workers' part once, runs both parts."""
 
+import contextlib
 import functools
+import inspect
+import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import record
 
-from hvd_keras.auto import keep, messages, worker
+from hvd_keras.auto import check, draws, keep, messages, worker
 from hvd_keras.auto.emit import Side
 from hvd_keras.auto.pace import Pace
 from hvd_keras.auto.places import SENT, UnknownError, WholeError
 from hvd_keras.auto.plan import Plan
 from hvd_keras.ops.validate import raw
-from hvd_keras.runtime import log, rank_info
+from hvd_keras.runtime import agree, log, rank_info
 
 #: TensorFlow's own, as ``hook`` replaces it in the script.
 function = tf.function
@@ -25,24 +28,54 @@ _MOST_TRACES = 16  # each takes seconds
 # must not wait for it.
 _busy = threading.Lock()
 
+Way = Callable[[list[Any]], Any]
+
+
+class _Kind:
+    """Batches of one structure and of the same dtypes and inner shapes."""
+
+    def __init__(self, name: str, drawn: draws.Draws) -> None:
+        self.pace, self.draws = Pace(name), drawn
+        self.random = random.getstate(), np.random.get_state()  # before the first trace
+
 
 class Divided:
-    """A function of the script, each batch of which all ranks share.
+    """A ``tf.function``, each batch of which all ranks share.
 
-    It is traced once for each structure, dtype and inner shape of its arguments. Which axis is that
-    of the rows is a guess, and any guess is right.
+    One process traces it for each shape, most often with a number of rows. If so, it is traced once
+    more, for any number; and all that it computes then is compared with what it should be.
     """
 
-    def __init__(self, body: Callable[..., Any], whole: Callable[..., Any], name: str) -> None:
-        """``body`` is what is traced, ``whole`` computes the same on this rank alone."""
-        self._body, self._whole, self.name = body, whole, name
-        self._traces: dict[Any, Pace] = {}
-        self._kept: list[Any] = []  # what the traces have captured, and what their keys name
+    def __init__(self, traced: Any, whole: Callable[..., Any], name: str) -> None:
+        """``whole`` calls ``traced``, a tf.function."""
+        self._traced, self._whole, self.name = traced, whole, name
+        self._kinds: dict[Any, _Kind] = {}
+        self._draws: dict[str, draws.Draws] = {}  # by what ``trace`` has returned
+        self._spec: tuple[Any, str] = None, ""  # what ``trace`` was given last, and has returned
+        self._built: dict[Any, tuple[Way, Any] | None] = {}  # by trace and inner shapes
+        self._kept: list[Any] = []  # what keys name
+        self._is_other = False  # divided, it computes something else
+
+    def trace(self, spec: Any) -> str:
+        """Trace it for all batches that ``spec`` describes, as Keras does; return a key of that."""
+        if self._spec[0] is not spec:
+            given = tf.nest.map_structure(
+                lambda one: None if isinstance(one, tf.OptionalSpec) else one, spec
+            )
+            self._spec = spec, repr(given)
+            if self._spec[1] not in self._draws:
+                drawn = self._draws[self._spec[1]] = draws.Draws()
+                with agree.within(draws.current, drawn):
+                    self._traced.get_concrete_function(given)
+        return self._spec[1]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        both: Any = (args, kwargs)
-        leaves = [_tensor(x) for x in tf.nest.flatten(both)]
-        args, kwargs = tf.nest.pack_sequence_as(both, leaves)
+        return self.step("", *args, **kwargs)
+
+    def step(self, of: str, *args: Any, **kwargs: Any) -> Any:
+        """Call it with a batch; ``of`` is what ``trace`` has returned, if it was called."""
+        given = self._bound(args, kwargs)
+        leaves = [_tensor(x) for x in tf.nest.flatten(given)]
         if any(isinstance(x, (tf.Variable, tf.__internal__.CompositeTensor)) for x in leaves):
             self._tell("an argument is a variable, an iterator, or a ragged or sparse tensor")
             return self._whole(*args, **kwargs)
@@ -51,46 +84,116 @@ class Divided:
             return self._whole(*args, **kwargs)
         tensors = [x for x in leaves if isinstance(x, tf.Tensor)]
         rows = _rows(tensors)
-        if not rows or messages.is_over:
-            return self._whole(*args, **kwargs)
-        has = [_has(x, rows) for x in leaves]
-        described = [_described(x, has_rows) for x, has_rows in zip(leaves, has, strict=True)]
-        key = str(tf.nest.map_structure(lambda _: 0, both)), tuple(described), tuple(has)
-        if not _busy.acquire(blocking=False):
+        if not rows or messages.is_over or not _busy.acquire(blocking=False):
             return self._whole(*args, **kwargs)
         try:
-            if key not in self._traces:
-                self._traces[key] = Pace(self.name)
+            has = [_has(x, rows) for x in leaves]
+            described = [_described(x, has_rows) for x, has_rows in zip(leaves, has, strict=True)]
+            shapes = str(tf.nest.map_structure(lambda _: 0, given)), *described, *has
+            key = of or rows, shapes
+            if key not in self._kinds:
+                drawn = self._draws[of] if of else draws.Draws()
+                self._kinds[key] = _Kind(self.name, drawn)
                 self._kept += [x for x in leaves if not isinstance(x, tf.Tensor)]
-            whole = functools.partial(self._whole, *args, **kwargs)
-            divide = functools.partial(self._divide, args, kwargs, rows)
-            return self._traces[key].step(tensors, rows, whole, divide)
+            kind = self._kinds[key]
+
+            def whole() -> Any:
+                with agree.within(draws.current, kind.draws):
+                    return self._whole(*args, **kwargs)
+
+            def divide() -> tuple[Way | None, Any]:
+                with agree.within(draws.current, kind.draws):
+                    alone = self._traced.get_concrete_function(*args, **kwargs)
+                call = tf.nest.pack_sequence_as(given, leaves)
+                return self._divide(alone, call, tensors, rows, (shapes, kind), whole)
+
+            return kind.pace.step(tensors, rows, whole, divide)
         finally:
             _busy.release()
+
+    def _bound(self, args: Any, kwargs: Any) -> Any:
+        """Return arguments in the order of the parameters, as a trace has them."""
+        try:
+            bound = inspect.signature(self._traced.python_function).bind(*args, **kwargs)
+        except (TypeError, ValueError):
+            return args, kwargs
+        return bound.args, bound.kwargs
 
     def _tell(self, why: str) -> None:
         log.warn_once(f"hvdrun --auto computes {self.name} on the first rank alone: {why}.")
 
-    def _divide(self, args: Any, kwargs: Any, rows: int) -> Callable[..., Any] | None:
-        """Return what runs this function divided; None if that is not possible."""
-        if len(self._traces) > _MOST_TRACES:
-            self._tell(f"its batches have more than {_MOST_TRACES} inner shapes")
-            return None
+    def _divide(
+        self,
+        alone: Any,
+        given: Any,
+        tensors: list[Any],
+        rows: int,
+        of: Any,
+        whole: Callable[[], Any],
+    ) -> tuple[Way | None, Any]:
+        """Take a step; return what runs this function divided from now on, and the outputs.
+
+        None if that is not possible.
+        """
+        shapes, kind = of
+        if self._is_other:
+            return None, whole()
+        if len(self._kinds) > _MOST_TRACES:
+            self._tell(f"its batches have more than {_MOST_TRACES} shapes")
+            return None, whole()
+        graph = alone.graph
+        taken = graph.inputs[: len(graph.inputs) - len(alone.captured_inputs)]
+        pairs = list(zip(taken, tensors, strict=False))
+        if len(taken) != len(tensors) or not all(
+            t.shape.is_compatible_with(x.shape) for t, x in pairs
+        ):
+            self._tell("its arguments are not those of its graph")
+            return None, whole()
+        is_free = all(t.shape[0] is None for t, x in pairs if _has(x, rows))
+        # One process draws anew in each trace.
+        key = shapes, id(alone if is_free else kind) if is_free or kind.draws else 0
+        if key not in self._built:
+            self._built[key] = self._build(alone, is_free, given, tensors, rows, kind)
+        built = self._built[key]
+        if built is None:
+            return None, whole()
+        run, traced = built
+        hidden = check.hidden(traced.graph)
+        if hidden and not is_free:
+            self._tell(f"{hidden} in it cannot be computed twice, to compare the results")
+            return None, whole()
+        if hidden:
+            return run, run(tensors)
+        handles = [*alone.captured_inputs, *traced.captured_inputs]
+        why, outputs = check.compared(whole, functools.partial(run, tensors), handles)
+        if why:
+            self._is_other = True
+            self._tell(f"divided, it gives something else: {why}")
+        return None if why else run, outputs
+
+    def _build(
+        self, alone: Any, is_free: bool, given: Any, tensors: list[Any], rows: int, kind: _Kind
+    ) -> tuple[Way, Any] | None:
+        """Return what runs it divided, and the trace that is made of; None if there is none."""
 
         def spec(x: Any) -> Any:
             if not isinstance(x, tf.Tensor):
                 return x
             return tf.TensorSpec([None, *x.shape[1:]] if _has(x, rows) else x.shape, x.dtype)
 
+        traced = alone
+        if not is_free:
+            args, kwargs = tf.nest.map_structure(spec, given)
+            python = self._traced.python_function
+            again = function(python, autograph=getattr(self._traced, "_autograph", True))
+            try:
+                with agree.within(draws.current, kind.draws), _random(kind.random):
+                    traced = again.get_concrete_function(*args, **kwargs)
+            except Exception as error:  # it may succeed with a fixed number of rows
+                self._tell(f"without a fixed number of rows it fails: {_first_line(error)}")
+                return None
         try:
-            traced = function(self._body, autograph=False).get_concrete_function(
-                *tf.nest.map_structure(spec, args), **tf.nest.map_structure(spec, kwargs)
-            )
-        except Exception as error:  # what fails without a fixed number of rows may succeed with it
-            self._tell(f"without a fixed number of rows it fails: {_first_line(error)}")
-            return None
-        try:
-            plan, taken = planned(traced, rows)
+            plan, taken = planned(traced, rows, tensors)
             run = _build(plan, traced, taken)
         except (WholeError, UnknownError) as why:
             self._tell(str(why) or "a shape in it is unknown")
@@ -106,19 +209,41 @@ class Divided:
                 f"hvdrun --auto computes on the first rank alone, in {self.name}: "
                 f"{', '.join(plan.whole[:3])}{more}. They compare rows, or have no rule."
             )
-        self._kept.append(traced)
-        return run
+        self._kept += [alone, traced]
+        return run, traced
 
 
-def planned(traced: Any, rows: int) -> tuple[Plan, int]:
-    """Return the plan of a traced function, and how many tensors it takes; or raise WholeError."""
+def planned(traced: Any, rows: int, tensors: Sequence[Any] = ()) -> tuple[Plan, int]:
+    """Return the plan of a traced function, and how many tensors it takes; or raise WholeError.
+
+    Args:
+        rows: of a usual batch.
+        tensors: such a batch, if the trace does not know all inner shapes.
+    """
     graph = traced.graph
     taken = len(graph.inputs) - len(traced.captured_inputs)
+    shapes = {i: t.shape for i, t in enumerate(graph.inputs[:taken])}
+    for i, x in enumerate(tensors):
+        if x.shape.rank:
+            shapes[i] = tf.TensorShape([None if _has(x, rows) else x.shape[0], *x.shape[1:]])
     divided = [
-        i < taken and bool(t.shape.rank) and t.shape[0] is None and t.dtype.name in SENT
+        i < taken and bool(shapes[i].rank) and shapes[i][0] is None and t.dtype.name in SENT
         for i, t in enumerate(graph.inputs)
     ]
-    return Plan(graph, divided, traced.captured_inputs, rows), taken
+    return Plan(graph, divided, traced.captured_inputs, rows, shapes), taken
+
+
+@contextlib.contextmanager
+def _random(states: Any) -> Iterator[None]:
+    """Let Python and NumPy draw what they drew in an earlier trace."""
+    now = random.getstate(), np.random.get_state()
+    try:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        yield
+    finally:
+        random.setstate(now[0])
+        np.random.set_state(now[1])
 
 
 def _build(plan: Plan, traced: Any, taken: int) -> Callable[[list[Any]], Any]:
@@ -143,16 +268,16 @@ def _build(plan: Plan, traced: Any, taken: int) -> Callable[[list[Any]], Any]:
     def run(tensors: list[Any]) -> Any:
         kept.update()
         keep.forget(plan.assigned)
-        return both(tensors)
+        # Of arrays, input_signature may want another dtype.
+        return both([tf.cast(x, t.dtype) for x, t in zip(tensors, specs, strict=True)])
 
     return run
 
 
 def _tensor(x: Any) -> Any:
-    """Return an argument as a function gets it: arrays are tensors, optional values None."""
-    if isinstance(x, (np.ndarray, np.generic)):
-        return tf.convert_to_tensor(x)
-    return None if isinstance(x, tf.experimental.Optional) else x
+    """Return an argument as a trace has it: arrays, and what is like them, are tensors."""
+    is_tensor = isinstance(x, (tf.Tensor, tf.Variable, tf.__internal__.CompositeTensor))
+    return tf.convert_to_tensor(x) if hasattr(x, "__array__") and not is_tensor else x
 
 
 def _described(x: Any, has_rows: bool) -> Any:

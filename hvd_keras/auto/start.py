@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import hvd_keras
 from hvd_keras import lifecycle
-from hvd_keras.auto import hook, messages, session, worker
+from hvd_keras.auto import draws, hook, messages, session, worker
 from hvd_keras.auto.launching import SESSION
 from hvd_keras.auto.run import function
 from hvd_keras.patches import scaled_fit
@@ -78,6 +78,7 @@ def auto(scale_batch: bool = False, np: int | None = None, hosts: str | None = N
         (type(function(lambda: None)), "__call__", hook.call),
         (tf.compat.v1, "disable_eager_execution", _refuse_graphs),
         (tf.compat.v1, "disable_v2_behavior", _refuse_graphs),
+        *draws.replacements,
         (os, "_exit", _exit),
         (sys, "excepthook", _stop_and_print),
     ]

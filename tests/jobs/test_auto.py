@@ -149,7 +149,7 @@ class Both:
         return [set(re.findall(r"(\w+) \(\w+\.py:\d+\)", line)) for line in of_steps]
 
 
-QUICK = ["arrays", "losses", "custom", "whole", "files", "tables", "steps", "loop"]
+QUICK = ["arrays", "losses", "custom", "whole", "files", "tables", "python", "steps", "loop"]
 
 
 @pytest.fixture(

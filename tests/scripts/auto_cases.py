@@ -412,6 +412,83 @@ def libraries():
     print("checkpoint", sorted(os.listdir("results/states")), net.predict(x, 20, verbose=0).sum())
 
 
+class Annealed(keras.Model):
+    """A step that reads what Python has, and draws by tf.random."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.last = keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)
+        self.beta = 0.0
+
+    def call(self, x):
+        return self.last(self.hidden(x))
+
+    def train_step(self, data):
+        x, y = data
+        noise = tf.random.normal(tf.shape(x), stddev=0.1)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x + noise) - y) ** 2)
+            loss += self.beta * tf.add_n([tf.nn.l2_loss(v) for v in self.trainable_variables])
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss, "noise": noise[0, 0]}
+
+
+class Anneal(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        self.model.beta += 0.01
+
+
+class ArrayLike:
+    def __init__(self, value):
+        self.value = value
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.value, dtype)
+
+
+def python():
+    """What Python code does once in each trace, or sees of a batch then, is as in one process."""
+    for size in (23, 35):  # a shorter last batch, and none
+        keras.utils.set_random_seed(1)
+        net = Annealed()
+        net.compile(keras.optimizers.SGD(0.05))
+        fit = net.fit(x, y, size, 3, verbose=0, callbacks=[Anneal()])
+        show(f"annealed {size}", net, {k: v[-1] for k, v in fit.history.items()})
+    weight = tf.Variable(tf.random.normal([6, 3]))
+
+    @tf.function
+    def masked(x):
+        mask = np.random.rand(6) < 0.5
+        noise = tf.random.uniform([2]) + tf.random.truncated_normal([2])
+        draws = tf.random.uniform([2], 0, 9, dtype=tf.int32)
+        kept = tf.where(mask, x, 0.0) @ weight
+        weight.assign_add(tf.reduce_mean(x) * 0.01 * tf.ones([6, 3]))
+        return tf.reduce_mean(kept), noise, draws
+
+    @tf.function
+    def mean(x):
+        """Of batches of one size only, and how many rows that is."""
+        return tf.reduce_sum(x) / (x.shape[0] or 1) * (x.shape[0] == 35), x.shape[0]
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 6]), tf.TensorSpec([None], tf.int32)])
+    def policy(states, actions):
+        return tf.reduce_sum(states @ weight, 1) + tf.cast(actions, tf.float32)
+
+    @tf.function
+    def apart(later, first, *, z, a):
+        return tf.reduce_mean(later) + 2 * tf.reduce_mean(first) + 3 * tf.reduce_sum(a * z)
+
+    for part in (x[:35], x[35:], x[:20]):
+        for _ in range(2):
+            print("masked", *(np.round(part, 4).tolist() for part in masked(part)))
+            print("mean", *map(float, mean(part)))
+        print("policy", float(tf.reduce_sum(policy(part.astype("float64"), np.arange(len(part))))))
+        like = ArrayLike(part[:, 0])
+        print("apart", float(apart(first=part, later=like, z=part[:, 1], a=part[:, 2])))
+    print("drawn", np.random.rand())
+
+
 if __name__ == "__main__":
     counts = []
     for name in sys.argv[1:]:

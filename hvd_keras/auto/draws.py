@@ -1,0 +1,107 @@
+"""``tf.random`` in a step: drawn by ops whose state is a variable, with the same numbers.
+
+TensorFlow's own random ops keep their state in one trace of a function, on one rank. A divided step
+goes on where the first rank's own steps have stopped, which a variable tells both. The numbers are
+those of TensorFlow's kernels (``GuardedPhiloxRandom``): a key and a counter made of the two seeds,
+and 256 of the generator's blocks reserved for each number.
+"""
+
+import contextvars
+import functools
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.framework.func_graph import FuncGraph
+from tensorflow.python.ops import gen_random_ops, resource_variable_ops
+
+_PHILOX = 1
+_RESERVED = 256
+
+
+class Draws:
+    """What the random ops of a function share in all its traces, in the order of the ops."""
+
+    def __init__(self) -> None:
+        self._states: list[tuple[Any, int, int]] = []
+        self._next = 0
+        self._trace: Any = None  # a weak reference to its graph
+
+    def __bool__(self) -> bool:
+        return bool(self._states)
+
+    def state(self, seeds: tuple[int, int]) -> tuple[Any, int, int]:
+        """Return how many blocks the next op has reserved, a variable, and its seeds."""
+        graph: Any = tf.compat.v1.get_default_graph()
+        while isinstance(getattr(graph, "outer_graph", None), FuncGraph):
+            graph = graph.outer_graph
+        if self._trace is None or self._trace() is not graph:
+            self._trace, self._next = weakref.ref(graph), 0
+        if self._next == len(self._states):
+            if seeds == (0, 0):  # none are set
+                first, second = np.frombuffer(os.urandom(16), np.int64)
+                seeds = int(first), int(second)
+            with tf.init_scope():  # tf.Variable would be one that the tf.function must make
+                reserved = resource_variable_ops.ResourceVariable(
+                    0, trainable=False, dtype=tf.int64, name="hvd_random"
+                )
+            self._states.append((reserved, *seeds))
+        self._next += 1
+        return self._states[self._next - 1]
+
+
+#: Those of the function that is being called; None: TensorFlow draws.
+current: contextvars.ContextVar[Draws | None] = contextvars.ContextVar("draws", default=None)
+
+
+def _draw(
+    stateless: Callable[..., Any],
+    stateful: Callable[..., Any],
+    shape: Any,
+    *how: Any,
+    seed: int = 0,
+    seed2: int = 0,
+    name: str | None = None,
+    **more: Any,
+) -> Any:
+    """Replace a random op of TensorFlow."""
+    draws = current.get()
+    if draws is None or not tf.inside_function():
+        return stateful(shape, *how, seed=seed, seed2=seed2, name=name, **more)
+    reserved, *seeds = draws.state((int(seed or 0), int(seed2 or 0)))
+    key, high = (tf.constant(number, tf.int64) for number in seeds)
+    counter = tf.bitcast(tf.stack([reserved, high]), tf.uint64)
+    numbers = stateless(
+        shape, tf.bitcast(key[None], tf.uint64), counter, tf.constant(_PHILOX), *how, **more
+    )
+    count = tf.reduce_prod(tf.cast(shape, tf.int64))
+    reserved.assign_add(_RESERVED * count, read_value=False)
+    return numbers
+
+
+def _integers(shape: Any, key: Any, counter: Any, alg: Any, minval: Any, maxval: Any) -> Any:
+    return tf.raw_ops.StatelessRandomUniformIntV2(
+        shape=shape, key=key, counter=counter, alg=alg, minval=minval, maxval=maxval
+    )
+
+
+def _floats(op: Callable[..., Any]) -> Callable[..., Any]:
+    def draw(shape: Any, key: Any, counter: Any, alg: Any, dtype: Any) -> Any:
+        return op(shape=shape, key=key, counter=counter, alg=alg, dtype=dtype)
+
+    return draw
+
+
+#: What ``replace`` puts in the place of functions of TensorFlow.
+replacements: list[tuple[Any, str, Callable[..., Any]]] = [
+    (gen_random_ops, name, functools.partial(_draw, stateless))
+    for name, stateless in (
+        ("random_standard_normal", _floats(tf.raw_ops.StatelessRandomNormalV2)),
+        ("random_uniform", _floats(tf.raw_ops.StatelessRandomUniformV2)),
+        ("truncated_normal", _floats(tf.raw_ops.StatelessTruncatedNormalV2)),
+        ("random_uniform_int", _integers),
+    )
+]
