@@ -427,13 +427,10 @@ class DistributedGradientTape:
         """
         # This rank's, of any structure; they travel as a flat list.
         gradients = self._tape.gradient(target, sources, *args, **kwargs)
-        origin.forget(tf.nest.flatten(sources))  # the script may change what is exchanged
-        reduced = self._reducer.reduce(
-            tf.nest.flatten(gradients), tf.nest.flatten(sources), self._local
-        )
-        for gradient in reduced:
-            if gradient is not None:
-                gradient._hvd_reduced = True  # a distributed optimizer does not reduce it again
+        flat = tf.nest.flatten(sources)
+        origin.forget(flat)  # the script may change what is exchanged
+        reduced = self._reducer.reduce(tf.nest.flatten(gradients), flat, self._local)
+        origin.note_exchange(reduced, flat)
         return tf.nest.pack_sequence_as(sources, reduced)
 
 

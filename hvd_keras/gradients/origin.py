@@ -32,6 +32,9 @@ _DEPTH = 60  # beyond which no gradient is looked for
 # In eager code, by variable: the sum since the last update, if a script has changed gradients.
 _sums: dict[int, Any] = {}
 _factors: dict[str, float] = {}  # by optimizer
+# Variables whose gradients a distributed tape has exchanged: in a graph once, as that may run again
+# and again; in eager code since the last update.
+_in_graphs, _eagerly = shards.VariableSet(), shards.VariableSet()
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -80,6 +83,36 @@ def check(name: str, gradients: Sequence[Any], variables: Sequence[Any], process
         )
 
 
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def note_exchange(gradients: Sequence[Any], sources: Sequence[Any]) -> None:
+    """Note what a distributed tape returns: a distributed optimizer does not reduce it again."""
+    for gradient, source in zip(gradients, sources, strict=True):
+        if gradient is not None:
+            gradient._hvd_reduced = True
+            if hasattr(source, "assign"):
+                (_eagerly if tf.executing_eagerly() else _in_graphs).add(source)
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def were_exchanged(gradients: Sequence[Any], variables: Sequence[Any]) -> bool:
+    """Whether an optimizer gets what distributed tapes have returned, or made of it since."""
+    walk = _Walk()
+
+    def was(gradient: Any, variable: Any) -> bool:
+        if hasattr(gradient, "_hvd_reduced"):
+            return True
+        if tf.executing_eagerly():
+            is_noted = variable in _eagerly or variable in _in_graphs
+            return is_noted and not hasattr(gradient, "_hvd_of_tape")
+        return variable in _in_graphs and walk.is_equal(getattr(gradient, "values", gradient))
+
+    pairs = [pair for pair in zip(gradients, variables, strict=True) if pair[0] is not None]
+    found = bool(pairs) and all(was(*pair) for pair in pairs)
+    if tf.executing_eagerly():
+        _eagerly.discard(*(variable for _, variable in pairs))
+    return found
+
+
 class _Walk:
     """Goes back from gradients in graphs, to what tapes have returned."""
 
@@ -90,6 +123,10 @@ class _Walk:
 
     def changes(self, tensor: Any) -> bool:
         return hasattr(tensor, "graph") and self._kind(tensor, 0) == "changed"
+
+    def is_equal(self, tensor: Any) -> bool:
+        """Whether a tensor of a graph is known to be the same on all ranks."""
+        return hasattr(tensor, "graph") and self._kind(tensor, 0) == "equal"
 
     def _kind(self, tensor: Any, depth: int) -> _Kind:
         if not hasattr(tensor, "graph"):  # a value that the graph has captured

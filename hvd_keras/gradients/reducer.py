@@ -48,6 +48,7 @@ class GradientReducer:
     """
 
     is_sharded = False  # each variable has one rank that updates it (zero.ShardedReducer)
+    optimizer: Any = None  # whose gradients they are, unless it is a tape that asks
     rounds: Any = None  # with sync_every: of more ranks than average their gradients in each step
 
     def __init__(
@@ -106,9 +107,8 @@ class GradientReducer:
         if self.options.op is ops.Average:
             missing_calls.check_average()
         divided = shards.sharded_indices(variables, self.name, self.options.op, self.process_set)
-        present = [gradient for gradient in gradients if gradient is not None]
-        # With is_sharded their exchange prepares that of the values.
-        if present and not self.is_sharded and all(hasattr(g, "_hvd_reduced") for g in present):
+        are_reduced = self.optimizer is not None and origin.were_exchanged(gradients, variables)
+        if are_reduced and not self.is_sharded:
             return Step(self, None, gradients, variables, divided=divided)
         if tf.inside_function():
             self._steps = agreement.counter() if self._steps is None else self._steps
@@ -128,7 +128,9 @@ class GradientReducer:
         for i, kind, spec in zip(shared, plan.kinds, plan.specs, strict=True):
             gradients[i] = agreement.completed(gradients[i], kind, spec)
         overwritten = agreement.overwrite(gradients, variables, self.name, self.process_set)
-        return Step(self, plan, gradients, variables, divided, shared, overwritten)
+        step = Step(self, plan, gradients, variables, divided, shared, overwritten)
+        step.exchanges = not are_reduced
+        return step
 
     def state(self) -> list[Any]:
         """The variables of the optimizer, if there is one, that all ranks have in common."""
@@ -156,8 +158,7 @@ class GradientReducer:
         new = [v for v in variables if hasattr(v, "assign") and v not in self._compared]
         if specs is None or new:  # some small allgathers, once for each list of variables
             specs = check_specs(self.name, mine, self.process_set)
-            optimizer = getattr(self, "optimizer", None)
-            described = {} if optimizer is None else describe_optimizer(optimizer)
+            described = {} if self.optimizer is None else describe_optimizer(self.optimizer)
             check_described(f"{self.name}.options", described, self.process_set)
             of_ranks = agree.gather_json(f"{self.name}.local", bool(self.local), self.process_set)
             self.has_local = any(of_ranks)
@@ -219,6 +220,7 @@ class Step:
         ]
         self.updated = [variables[i] for i in self._updated]
         self.travels = plan is not None  # there are other ranks
+        self.exchanges = self.travels  # gradients, and not only the values that they give
         self.exchanged = not self.travels
         # Whether all ranks have the new values; otherwise their owners give them later.
         self.shared = not (self.travels and reducer.is_sharded)
@@ -241,7 +243,7 @@ class Step:
     def exchange(self, gradients: Sequence[Any]) -> list[Any]:
         """Exchange what the optimizer has made of the gradients of ``updated``, in their order."""
         self.exchanged = True
-        if self._plan is None:
+        if self._plan is None or not self.exchanges:
             return list(gradients)
         positions = [self._position.get(i) for i in self._updated]  # None: it stays on this rank
         # In the order of the plan; None where no rank has a gradient, or Keras does not update.

@@ -166,3 +166,48 @@ def test_a_loss_that_cannot_be_tried_is_told(monkeypatch) -> None:
         fit(keras.Sequential, loss=loss)
         about = [text for text in told if "cannot be tried" in text]
         assert len(about) == (SIZE > 1 and loss == of_four_rows), told
+
+
+class Clips(keras.Sequential):
+    """Clips what its tape gives, whether or not that is distributed."""
+
+    op = None  # of its tape, if that is distributed
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x) - y))
+            loss /= SIZE if self.op is hvd.Sum else 1
+        if self.op is not None:
+            tape = hvd.DistributedGradientTape(tape, op=self.op)
+        gradients, _ = tf.clip_by_global_norm(tape.gradient(loss, self.trainable_variables), 0.5)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("options", [{}, {"op": hvd.Sum}, {"shard_state": True}])
+def test_gradients_of_a_tape_are_not_exchanged_again(options, eager: bool) -> None:
+    """Adam squares the rows of a sparse gradient, so twice the rows with half the values differ."""
+    random = np.random.default_rng(3)
+    ids, y = random.integers(0, 6, (SIZE * ROWS * STEPS, 3)), random.normal(size=(SIZE * 16, 1))
+
+    def trained(is_alone: bool) -> list[np.ndarray]:
+        layers = [keras.layers.Embedding(9, 4), keras.layers.Flatten(), keras.layers.Dense(1)]
+        model = Clips([keras.Input((3,), dtype="int32"), *layers])
+        model.set_weights([np.cos(np.arange(w.size)).reshape(w.shape) for w in model.get_weights()])
+        optimizer = keras.optimizers.Adam(0.05)
+        if not is_alone:
+            model.op = options.get("op", hvd.Average)
+            optimizer = hvd.DistributedOptimizer(optimizer, **options)
+        model.compile(optimizer, run_eagerly=eager)
+        part = slice(None) if is_alone else slice(RANK, None, SIZE)
+        size = SIZE * ROWS if is_alone else ROWS
+        model.fit(ids[part], y[part], batch_size=size, epochs=2, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    together = trained(False)
+    with hvd.local_fit():
+        alone = trained(True)
+    for one, other in zip(together, alone, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
