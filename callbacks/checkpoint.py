@@ -223,10 +223,17 @@ class Checkpoint(Callback):  # type: ignore[misc]
 
         agree.on_all_ranks("Checkpoint", check_variables, own)
         arguments = f"keep={self.keep}, save_freq={self.save_freq!r}, restore={self.restore}"
-        gathered = agree.gather_json("Checkpoint arguments", arguments, own)
-        if len(set(gathered)) > 1:
-            views = agree.by_rank(gathered, own)
-            raise ValueError(f"Checkpoint: the ranks' arguments differ: {views}.")
+        local = [v for v in self.model.variables if v in model_ranks.local_variables]
+        shapes = [f"{variable.path} {list(variable.shape)}" for variable in local]
+        gathered = agree.gather_json("Checkpoint arguments", [arguments, shapes], own)
+        for what, views in zip(
+            ("arguments", "local layers"), zip(*gathered, strict=True), strict=True
+        ):
+            if any(view != views[0] for view in views):
+                raise ValueError(
+                    f"Checkpoint: the ranks' {what} differ: {agree.by_rank(views, own)}. Expected "
+                    "the same arguments, and shapes of variables."
+                )
 
     def _find(self) -> per_rank.Found | None:
         """Return what rank 0 has found, on all ranks. Reads the directory once."""

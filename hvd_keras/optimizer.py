@@ -260,8 +260,12 @@ def _check_rounds(optimizer: Any, every: Any, outer: Any, op: Any, shard_state: 
         reason = "shard_state=True exchanges weights in each step. Leave one of both out"
     elif outer is not None and not isinstance(outer, keras.optimizers.Optimizer):
         reason = f"outer_optimizer is {outer!r}, expected a keras.optimizers.Optimizer"
-    elif outer is not None and (outer.built or is_distributed(outer) or outer is optimizer):
+    elif outer is not None and (
+        outer.built or is_distributed(outer) or outer is optimizer or hasattr(outer, "_hvd_alone")
+    ):
         reason = "outer_optimizer is in use already. Make one for this optimizer alone"
+    elif outer is not None and type(outer).__name__ == "ScheduleFreeAdamW":
+        reason = "outer_optimizer has slots that begin as each rank's weights. Use another"
     if reason:
         raise ValueError(f"hvd.DistributedOptimizer: sync_every: {reason}.")
     rounds.check_suitable(innermost(optimizer))

@@ -6,7 +6,7 @@ attribute ``_hvd_reducer`` of the model's optimizers.
 
 import contextvars
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 from hvd_keras.gradients import shards
@@ -140,19 +140,37 @@ def step_set_of(model: Any) -> ProcessSet | None:
 local_variables = shards.VariableSet()
 
 
+#: Distributed optimizers of Keras 3.
+distributed: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
 def without_local(variables: Iterable[Any]) -> list[Any]:
     """Return those of a model's and its optimizers' variables that all ranks have in common."""
     found = shards.without(variables)
     local = [variable for variable in found if variable in local_variables]
-    return [variable for variable in found if not _is_local(variable, local)]
+    owners = {number: of for optimizer in distributed for number, of in _slots(optimizer)}
+
+    def is_local(variable: Any) -> bool:
+        if variable in local_variables:
+            return True
+        number = shards.variable_id(variable)
+        return owners[number] in local_variables if number in owners else _is_of(variable, local)
+
+    return [variable for variable in found if not is_local(variable)]
 
 
-def _is_local(variable: Any, local_ones: Iterable[Any]) -> bool:
-    """Whether a model's or an optimizer's variable belongs to this rank alone."""
-    # An optimizer's variable, such as a momentum, belongs to the model's variable whose path is in
-    # its name.
-    if variable in local_variables:
-        return True
+def _slots(optimizer: Any) -> Iterator[tuple[int, Any]]:
+    """Yield an optimizer's variables, by ``variable_id``, with the weights that they belong to."""
+    weights = getattr(optimizer, "_trainable_variables", ())
+    for name, slots in vars(optimizer).items():
+        # In the order of the weights; a slot may have another shape than its weight.
+        if isinstance(slots, list) and len(slots) == len(weights) and name != "_variables":
+            pairs = zip(slots, weights, strict=True)
+            yield from ((shards.variable_id(s), w) for s, w in pairs if hasattr(s, "assign"))
+
+
+def _is_of(variable: Any, local_ones: Iterable[Any]) -> bool:
+    """Whether an optimizer that is not known has a variable for one of those, by its name."""
     name = getattr(variable, "name", "")
     for local in local_ones:
         path = getattr(local, "path", None)

@@ -375,6 +375,7 @@ class KerasReducer(GradientReducer):
         self.step: Step | None = None  # the update in progress
         self._updates = 0  # that have begun
         optimizer._hvd_reducer = self  # found by model_ranks, and by is_distributed
+        model_ranks.distributed.add(optimizer)
         if optimizer.gradient_accumulation_steps and self.process_set.size() > 1:
             joining.accumulating[optimizer] = 0
         outermost.register_local_var = self.register_local

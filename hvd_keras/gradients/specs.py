@@ -37,7 +37,9 @@ class VariableSpec:
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * int(agree.numpy_dtype(self.dtype).itemsize)
+        """For the most part: a size may be unknown, and a dtype one that is refused later."""
+        known = math.prod(1 if size is None else size for size in self.shape)
+        return known if self.dtype == "string" else known * agree.numpy_dtype(self.dtype).itemsize
 
     def __str__(self) -> str:
         return f"{self.path} {self.dtype}{list(self.shape)}"

@@ -71,7 +71,7 @@ class Values:
         for variable in variables:
             if tuple(variable.shape):
                 size = specs.spec_of(variable).bytes
-                rows = int(variable.shape[0])
+                rows = variable.shape[0] or 1  # None: any number
                 step = max(1, rows * _BYTES // max(1, size))  # rows of about _BYTES
                 parts = [slice(row, row + step) for row in range(0, rows, step)]
                 self._pieces += [(variable, part if len(parts) > 1 else None) for part in parts]

@@ -219,6 +219,17 @@ class Rounds:
         self.outer.apply(list(map(keras.ops.convert_to_tensor, means)))
         for piece, common in zip(self.pieces, self.common, strict=True):
             piece.assign(common)
+        self._constrain()
+
+    def _constrain(self) -> None:
+        """Let constraints hold, as Keras does after each update; in common weights, too."""
+        bound = [w for w in self.weights if getattr(w, "constraint", None) is not None]
+        for weight in bound:
+            weight.assign(weight.constraint(weight))
+        if int(self._flight) < 0:
+            for piece, common in zip(self.pieces, self.common, strict=True):
+                if any(piece.weight is weight for weight in bound):
+                    common.assign(piece.value)
 
     def _send(self) -> Callable[[], Any]:
         """Begin to send a fragment; what returns waits for this rank's as sent, and their mean."""
@@ -256,6 +267,7 @@ class Rounds:
         for piece, after, old, mine, variable in own:
             piece.assign(piece.value + (np.asarray(after) - old + mine))
             variable.assign(np.zeros_like(mine))
+        self._constrain()
 
 
 def exchange(

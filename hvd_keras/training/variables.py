@@ -78,11 +78,7 @@ def accumulating(model: Any) -> dict[Any, list[Any]]:
         reducer = model_ranks.reducer_of(optimizer)
         steps = getattr(optimizer, "gradient_accumulation_steps", None)
         if reducer and steps and optimizer.built and int(optimizer._iterations) % steps:
-            sums = {shards.variable_id(v) for v in optimizer._accumulated_gradients}
-            # Those of local variables are known by these.
-            every = [*model.trainable_variables, *optimizer._accumulated_gradients]
-            shared = model_ranks.without_local(every)
-            found[reducer] = [v for v in shared if shards.variable_id(v) in sums]
+            found[reducer] = model_ranks.without_local(optimizer._accumulated_gradients)
     return found
 
 

@@ -97,6 +97,18 @@ def made(name: str, **options: Any) -> Callable[[], Any]:
     return lambda: getattr(optimizers, name)(RATES.get(name, 0.01), **options)
 
 
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_constraints_hold_after_a_sync(fragments: int) -> None:
+    model = build(lambda: None)
+    model.layers[0].kernel.constraint = keras.constraints.UnitNorm()
+    how = {"sync_every": 3, "outer_optimizer": nesterov(), "fragments": fragments}
+    model.compile(hvd.DistributedOptimizer(optimizers.SGD(0.05), **how), loss="mse")
+    fit(model)
+    norms = np.linalg.norm(model.layers[0].get_weights()[0], axis=0)
+    np.testing.assert_allclose(norms, np.ones_like(norms), rtol=1e-5)
+    training.assert_bit_identical_on_all_ranks(model)
+
+
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("outer", [None, lambda: optimizers.SGD(1.0)])
 def test_rounds_of_one_update_are_the_average_of_gradients(outer) -> None:
@@ -427,6 +439,11 @@ def test_arguments_that_exclude_each_other(monkeypatch) -> None:
     used = nesterov()
     used.build([keras.Variable(1.0)])
     refused("outer_optimizer is in use", lambda: distribute(outer_optimizer=used))
+    twice = nesterov()
+    distribute(outer_optimizer=twice)
+    refused("outer_optimizer is in use", lambda: distribute(outer_optimizer=twice))
+    free = optimizers.ScheduleFreeAdamW()
+    refused("slots that begin as", lambda: distribute(outer_optimizer=free))
     refused("fragments=2, expected a number that divides 3", lambda: distribute(fragments=2))
     refused("fragments=0, expected", lambda: distribute(fragments=0))
     refused("int8 needs fragments", lambda: distribute(compression=hvd.Compression.int8))

@@ -76,6 +76,37 @@ def test_slots_of_local_variables_with_similar_names_are_not_broadcast() -> None
     np.testing.assert_allclose(slots, [own, own, -0.1 * common], atol=1e-6)
 
 
+@pytest.mark.parametrize("optimizer", [keras.optimizers.Adafactor, keras.optimizers.Lion])
+def test_slots_belong_to_a_weight_whatever_their_names_and_shapes(optimizer) -> None:
+    local = keras.Variable(np.ones((3, 2 + RANK)), name="kernel")
+    common = keras.Variable(np.ones((3, 2)), name="kernel")
+    distributed = hvd.DistributedOptimizer(optimizer(0.1, use_ema=True))
+    distributed.register_local_var(local)
+    distributed.build([local, common])
+    distributed.apply([tf.ones(local.shape) * (1.0 + RANK), tf.ones(common.shape) * RANK])
+    shared = model_ranks.without_local([local, common, *distributed.variables])
+    # The count of updates, the rate, and half of the slots.
+    slots = len(distributed.variables) - 2
+    assert len(shared) == 1 + 2 + slots // 2
+    before = [np.asarray(v) for v in distributed.variables]
+    hvd.broadcast_variables(shared, 0)
+    for value, variable in zip(before, distributed.variables, strict=True):
+        if not any(variable is one for one in shared):
+            np.testing.assert_array_equal(np.asarray(variable), value)
+
+
+def test_variables_of_unknown_sizes() -> None:
+    weight = tf.Variable(tf.ones([4]) * RANK, shape=tf.TensorShape([None]))
+    hvd.broadcast_variables([weight], SIZE - 1)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(weight * RANK)
+    gradient = hvd.DistributedGradientTape(tape).gradient(loss, weight)
+    np.testing.assert_allclose(weight, np.full(4, SIZE - 1))
+    np.testing.assert_allclose(gradient, np.full(4, np.mean(range(SIZE))))
+    with pytest.raises(TypeError, match="dtype string"):
+        hvd.broadcast_variables([tf.Variable(["text"])], 0)
+
+
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("shard_state", [False, True])
 @pytest.mark.parametrize("accumulated", [False, True])
