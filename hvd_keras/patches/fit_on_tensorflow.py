@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras.data.tensorflow import sharding
+from hvd_keras.data.tensorflow import datasets, sharding
 from hvd_keras.data.tensorflow.sharding import passes_of as passes_of
 from hvd_keras.data.tensorflow.sharding import repeated as repeated
 from hvd_keras.data.tensorflow.sharding import repeats as repeats
@@ -28,7 +28,9 @@ def rows_in_steps(dataset: Any) -> Any:
         return own
     spec = tf.nest.flatten(getattr(dataset, "element_spec", ()))
     shape = spec[0].shape if spec and isinstance(spec[0], tf.TensorSpec) else None
-    return None if shape is None or not shape.rank else shape[0]
+    if shape is not None and shape.rank and shape[0] is not None:
+        return shape[0]
+    return datasets.batches_of(dataset) if isinstance(dataset, tf.data.Dataset) else None
 
 
 def check(model: Any) -> None:

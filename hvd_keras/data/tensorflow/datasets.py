@@ -272,6 +272,17 @@ def _measure(source: Any) -> tuple[int, int, list[int] | None]:
     return length - (length % size if node._drop_remainder else 0), size, None
 
 
+def batches_of(source: Any) -> list[int] | None:
+    """Return what tells how many rows each batch has; None if they would have to be read."""
+    node = below(source, _ELEMENTWISE)
+    if kind_of(node) not in ("Batch", "ParallelBatch", "PaddedBatch"):
+        return None
+    length = int(node._inputs()[0].cardinality())
+    if length == tf.data.UNKNOWN_CARDINALITY or changes_rows(source, _ELEMENTWISE):
+        return None
+    return [length, int(node._batch_size), int(node._drop_remainder)]
+
+
 def _length(source: Any) -> int:
     """Return the number of elements; count them if it is unknown."""
     if source.cardinality() >= 0:
