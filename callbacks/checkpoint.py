@@ -224,15 +224,14 @@ class Checkpoint(Callback):  # type: ignore[misc]
         agree.on_all_ranks("Checkpoint", check_variables, own)
         arguments = f"keep={self.keep}, save_freq={self.save_freq!r}, restore={self.restore}"
         local = [v for v in self.model.variables if v in model_ranks.local_variables]
-        shapes = [f"{variable.path} {list(variable.shape)}" for variable in local]
+        shapes = [list(variable.shape) for variable in local]
         gathered = agree.gather_json("Checkpoint arguments", [arguments, shapes], own)
-        for what, views in zip(
-            ("arguments", "local layers"), zip(*gathered, strict=True), strict=True
-        ):
+        names = "arguments", "local layers' shapes"
+        for what, views in zip(names, zip(*gathered, strict=True), strict=True):
             if any(view != views[0] for view in views):
                 raise ValueError(
                     f"Checkpoint: the ranks' {what} differ: {agree.by_rank(views, own)}. Expected "
-                    "the same arguments, and shapes of variables."
+                    "the same on all ranks."
                 )
 
     def _find(self) -> per_rank.Found | None:

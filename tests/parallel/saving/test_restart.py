@@ -276,7 +276,9 @@ def test_local_layers_of_different_shapes_are_refused(directory) -> None:
     net = keras.Sequential([keras.Input((5,)), keras.layers.Dense(2 + RANK), keras.layers.Dense(1)])
     net.compile(hvd.PartialDistributedOptimizer(adam(), local_layers=net.layers), loss="mse")
     checkpoint = hvd.callbacks.Checkpoint(directory)
-    with pytest.raises(ValueError, match=r"local layers differ: rank 0.*\[5, 2\].*\[5, 3\]"):
+    with pytest.raises(
+        ValueError, match=r"local layers' shapes differ: rank 0.*\[5, 2\].*\[5, 3\]"
+    ):
         net.fit(hvd.data.shard(rows(), batch_size=BATCH), verbose=0, callbacks=[checkpoint])
 
 
