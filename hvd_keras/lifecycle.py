@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import enum
 import importlib
+import multiprocessing
 import operator
 import os
 import sys
@@ -105,6 +106,8 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
             f"hvd.init: process_sets is {process_sets!r}, expected hvd.ProcessSet objects or lists "
             'of ranks, or "dynamic".'
         )
+    if _is_child_of_rank():
+        return
     core = libraries.core()
     if rank_info.left_alone:
         raise RuntimeError(
@@ -128,6 +131,26 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
         observe.start_publishing()
         _is_prepared = True
     _add_process_sets(process_sets)
+
+
+# Tells processes that a rank starts: its process, rank and job.
+_JOINED = "HVDRUN_JOINED"
+
+
+def _is_child_of_rank() -> bool:
+    """Whether multiprocessing has started this process in a rank, which imports the script again.
+
+    Raises RuntimeError if the rank has started it in another way: MPI would take it for the rank.
+    """
+    process, rank, job = os.environ.get(_JOINED, ",,").split(",")
+    is_rank = process in ("", str(os.getpid())) or job != os.environ.get("HVDRUN_JOB", "")
+    if is_rank or not os.path.exists(f"/proc/{process}"):
+        return False
+    text = f"hvd.init: rank {rank} has started this process, which is no rank"
+    if multiprocessing.current_process().name == "MainProcess":
+        raise RuntimeError(f"{text}. Leave hvd.init() out of what a rank starts.")
+    log.logger.info("%s, so init() does nothing. Calls of hvd_keras need a rank", text)
+    return True
 
 
 # Whether what follows the joining is done: if it has failed, another init() does it.
@@ -160,6 +183,9 @@ def _join(comm: Any) -> None:
     if rank_info.size() < settings.launched()[2]:
         settings.tell_hvdrun(mark=settings.CHOSEN)
     rank_info.world_ranks = ranks if communicator is None else world_ranks_of(comm)
+    if rank_info.size() > 1:
+        job = os.environ.get("HVDRUN_JOB", "")
+        os.environ[_JOINED] = f"{os.getpid()},{rank_info.rank()},{job}"
     _install_guards()
     core.hvd_set_log(settings.LOG_LEVELS.index(settings.read().log_level))
 

@@ -74,6 +74,8 @@ def _start_timeline(name: str, path: str) -> None:
     def begin() -> None:
         if _timeline is not None:
             raise ValueError("a timeline is being written already. Call hvd.stop_timeline() first.")
+        if file.is_dir():
+            raise ValueError(f"'{file}' is a folder. Choose a file in it.")
         try:
             opened.append(timeline.begin(file, rank, rank_info.size()))
         except OSError as error:

@@ -183,6 +183,9 @@ def _find(ranks: dict[int, Rank]) -> tuple[list[int], str]:
     """Find which ranks did something else first, and what."""
     size = max(rank.size for rank in ranks.values())
     absent = [rank for rank in range(size) if rank not in ranks]
+    raised = [n for n in ranks if ranks[n].raised and not _follows(ranks[n])]
+    if absent and raised:  # the others may have ended well
+        return raised, _end(ranks[raised[0]])
     if absent:
         lost = "has left no files: its host was lost or has a separate folder, or its disk was full"
         return absent, lost

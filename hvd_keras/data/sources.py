@@ -225,8 +225,9 @@ def steps(
         problem = "the ranks' numbers of steps differ. uneven='trim' takes the least."
     else:
         return int(min(known))
+    shown = ["unknown" if number is None else number for number in gathered]
     raise ValueError(
-        f"hvd.data.agree_on_steps: {problem} By rank: {agree.by_rank(gathered, process_set)}."
+        f"hvd.data.agree_on_steps: {problem} By rank: {agree.by_rank(shown, process_set)}."
     )
 
 

@@ -16,7 +16,7 @@ from hvd_keras import ops
 from hvd_keras.gradients import shards
 from hvd_keras.gradients.specs import DIFFERENT_STEPS, VariableSpec
 from hvd_keras.ops.reduction import Compression, Compressor
-from hvd_keras.runtime import agree
+from hvd_keras.runtime import agree, process_sets
 from hvd_keras.runtime.keras import has_gpu
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.runtime.reductions import check_of_gradients
@@ -41,7 +41,7 @@ class ExchangeOptions:
     process_set: ProcessSet = global_process_set
 
     def __post_init__(self) -> None:
-        self.process_set.check_included("DistributedOptimizer or hvd.DistributedGradientTape")
+        process_sets.check(self.process_set, "DistributedOptimizer or hvd.DistributedGradientTape")
         # Impossible arguments raise where the optimizer is made, not in the first step.
         check_of_gradients(self.op, self.gradient_predivide_factor)
         if not (isinstance(self.compression, type) and issubclass(self.compression, Compressor)):

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util, control_flow_v2_func_graphs
 
-from hvd_keras.runtime import agree, flight, libraries
+from hvd_keras.runtime import agree, flight, libraries, process_sets
 from hvd_keras.runtime.process_sets import ProcessSet
 
 raw = libraries.tensorflow_ops()
@@ -16,7 +16,7 @@ raw = libraries.tensorflow_ops()
 
 def check(kind: str, process_set: ProcessSet) -> None:
     """Raise ValueError or NotImplementedError if this rank cannot make this call here."""
-    process_set.check_included(kind)
+    process_sets.check(process_set, kind)
     why = libraries.why_no_xla()
     if why and is_compiling():
         raise NotImplementedError(

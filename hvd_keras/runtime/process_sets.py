@@ -296,3 +296,13 @@ def _integers(ranks: Any) -> list[int]:
         raise TypeError(
             f"got {ranks!r}, expected ranks, such as [0, 2], or an mpi4py communicator."
         ) from error
+
+
+def check(process_set: Any, caller: str) -> None:
+    """Raise TypeError or ValueError unless it is a process set that includes this process."""
+    if not hasattr(process_set, "check_included"):
+        raise TypeError(
+            f"hvd.{caller}: process_set is {process_set!r}, expected an hvd.ProcessSet, such as "
+            "hvd.add_process_set([0, 1]) returns."
+        )
+    process_set.check_included(caller)

@@ -13,7 +13,7 @@ import tensorflow as tf
 from hvd_keras import ops
 from hvd_keras.compat import tensorflow_v1
 from hvd_keras.gradients import missing_calls, shards, specs
-from hvd_keras.runtime import agree, log
+from hvd_keras.runtime import agree, log, process_sets
 from hvd_keras.runtime.keras import is_legacy, keras
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.training.variables import of_this_rank, unbuilt, unused
@@ -49,7 +49,15 @@ def broadcast_variables(
     del inplace
     if not tf.executing_eagerly() and not tf.inside_function():
         return tensorflow_v1.broadcast_variables(variables, root_rank, process_set)
-    process_set.check_included("broadcast_variables")
+    process_sets.check(process_set, "broadcast_variables")
+    listed = list(variables) if isinstance(variables, Iterable) else [variables]
+    for one in listed:
+        if not hasattr(one, "assign"):
+            raise TypeError(
+                f"hvd.broadcast_variables: got a {type(one).__name__}, expected variables, such as "
+                "model.variables."
+            )
+    variables = listed
     variables = shards.without(variables)
     # In buckets like gradients: one request for many small variables.
     if not variables and process_set.size() > 1:

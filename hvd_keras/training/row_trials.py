@@ -23,6 +23,7 @@ Kind = Literal["rows", "mean", "sum", "whole", "failed", "unknown"]
 
 _ROWS = 4  # of each of two parts
 _TOLERANCE = 1e-4  # relative to the largest value
+_NEAR, _FAR = 0.01, 30.0  # errors of predictions, relative to the usual ones
 _COMPARISONS = {"Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual"}
 _kinds: dict[Any, Kind] = {}
 _numbers = itertools.count()
@@ -40,8 +41,9 @@ def kind_of(loss: Any, y_true: Any, y_pred: Any) -> Kind:
     dtypes = [tf.as_dtype(getattr(loss, "dtype", tensor.dtype)) for tensor in tensors]
     sizes = [[size or 4 for size in tensor.shape[1:]] for tensor in tensors]
     function = getattr(loss, "fn", loss)
-    key = function, repr((getattr(loss, "_fn_kwargs", None), sizes, dtypes))
-    # What a script's loss reads may change.
+    # Others that a script's loss reads may change, too; eager code tries it once all the same.
+    options = {k: v for k, v in vars(loss).items() if isinstance(v, (bool, int, float, str))}
+    key = function, repr((getattr(loss, "_fn_kwargs", None), options, sizes, dtypes))
     is_kept = is_of_keras(function) or tf.executing_eagerly()
     if is_kept and key in _kinds:
         return _kinds[key]
@@ -81,14 +83,18 @@ def _try(
     """Compare a loss of all rows with those of two parts; the first tensors are labels."""
     random = np.random.default_rng(1)
 
-    def rows(share: float, mark: float) -> list[Any]:
-        found = []
+    def rows(share: float, mark: float, error: float) -> list[Any]:
+        found: list[Any] = []
         for i, (shape, dtype) in enumerate(specs):
             drawn = random.uniform(0.1, 0.9, (_ROWS, *shape))
             if i < labels:  # 0 and 1 are valid for all losses
                 marked = random.permutation(drawn.size) < share * drawn.size
                 drawn = random.permutation(marked).astype(float).reshape(drawn.shape)
                 drawn[marked.reshape(drawn.shape)] = mark
+            else:
+                drawn *= error
+                if error < 1 and found[(i - labels) % labels].shape == drawn.shape:
+                    drawn += np.asarray(found[(i - labels) % labels], float)
             found.append(tf.cast(drawn, dtype))
         return found
 
@@ -104,18 +110,21 @@ def _try(
     for traced in functions:
         traced.set_external_captures([handles.get(id(c), c) for c in traced.captured_inputs])
     kinds: set[Kind] = set()
-    errors: list[Exception] = []
+    failures: list[Exception] = []
     # The numbers that a loss compares labels with, and those beside, may mark rows, as padding is;
     # of each part another number, so that the mean of two masked means is not that of all.
-    marks = 0.0, 1.0, -1.0, *_marks(functions[0])
-    for mark in marks:
-        parts = [rows(share, mark) for share in (0.25, 0.75)]
+    trials = [(mark, (1.0, 1.0)) for mark in (0.0, 1.0, -1.0, *_marks(functions[0]))]
+    # Errors on both sides of where a loss may bend, as at a flood level.
+    trials += [(0.0, errors) for errors in ((_NEAR, 1.0), (_NEAR, _FAR), (1.0, _FAR))]
+    for mark, errors in trials:
+        pairs = zip((0.25, 0.75), errors, strict=True)
+        parts = [rows(share, mark, error) for share, error in pairs]
         try:
             one, other = (np.asarray(functions[0](*some), "float64") for some in parts)
             both = [tf.concat(pair, 0) for pair in zip(*parts, strict=True)]
             whole = np.asarray(functions[-1](*both), "float64")
         except tf.errors.OpError as caught:  # the mark is no valid label
-            errors.append(caught)
+            failures.append(caught)
             continue
         if not whole.any() or not all(np.isfinite(some).all() for some in (one, other, whole)):
             continue
@@ -125,8 +134,8 @@ def _try(
         kinds |= {kind for kind, value in expected.items() if _close(value, whole)} or {"whole"}
     for handle in handles.values():
         tf.raw_ops.DestroyResourceOp(resource=handle)
-    if len(errors) == len(marks):  # such as a loss for one number of rows
-        raise errors[0]
+    if len(failures) == len(trials):  # such as a loss for one number of rows
+        raise failures[0]
     return kinds.pop() if len(kinds) == 1 else "whole"
 
 

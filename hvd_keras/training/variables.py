@@ -1,6 +1,7 @@
 """Lists, averages and scales the variables of a training, on every backend of Keras."""
 
 import importlib
+import random
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -189,7 +190,11 @@ def global_seed_states() -> list[Any]:
         return []
     home = importlib.import_module("keras.src.random.seed_generator")
     require(home, "global_seed_generator", "to give each rank its own randomness")
-    return [home.global_seed_generator().state]
+    drawn = random.getstate()  # by which Keras seeds it, and initializers
+    try:
+        return [home.global_seed_generator().state]
+    finally:
+        random.setstate(drawn)
 
 
 def global_seeds() -> list[list[int]]:

@@ -169,6 +169,26 @@ def test_an_init_that_fails_after_the_ranks_have_met_is_not_taken_for_done(tmp_p
     assert job.output.count("refused: ") == 4, job.output
 
 
+def test_processes_that_a_rank_starts_are_no_ranks(tmp_path) -> None:
+    script = """
+        import multiprocessing, subprocess, sys
+        import hvd_keras as hvd
+        hvd.init()
+        def square(number):
+            return number**2
+        if __name__ == "__main__":
+            with multiprocessing.get_context("spawn").Pool(1) as pool:  # which imports the script
+                print("squares", pool.map(square, [1, 2]))
+            command = [sys.executable, "-c", "import hvd_keras as hvd; hvd.init()"]
+            other = subprocess.run(command, capture_output=True, text=True).stderr
+            print("told", f"rank {hvd.rank()} has started this process, which is no rank" in other)
+            hvd.barrier()
+        """
+    job = ranks.run_script(tmp_path, 2, script)
+    assert job.status == 0, job.output
+    assert job.output.count("squares [1, 4]") == job.output.count("told True") == 2, job.output
+
+
 def test_another_backend_of_keras_is_named() -> None:
     job = subprocess.run(
         [sys.executable, "-c", "import hvd_keras as hvd; hvd.init()"],

@@ -52,6 +52,21 @@ def test_requests_outlive_kill_9(tmp_path: pathlib.Path) -> None:
     assert postmortem.conclusion(folder).startswith("rank 0 has left no files")
 
 
+def test_a_rank_that_fails_after_others_have_ended_well(tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "postmortem"
+    script = """
+        import hvd_keras as hvd
+        hvd.init()
+        hvd.barrier()
+        if hvd.rank() == 1:
+            raise ValueError("evaluation failed")
+        """
+    job = ranks.run_script(tmp_path, 2, script, HVD_POSTMORTEM=str(folder))
+    assert job.status != 0
+    told = postmortem.conclusion(folder)
+    assert told.startswith("rank 1 left the job (ValueError: evaluation failed)"), told
+
+
 def test_folders_that_hold_nothing(tmp_path: pathlib.Path) -> None:
     (tmp_path / "start-1").mkdir()
     (tmp_path / "start-1" / "rank-0.requests").write_bytes(b"of another version")

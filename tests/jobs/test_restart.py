@@ -423,6 +423,14 @@ def test_imports_are_kept_between_jobs(hvdrun: Launcher) -> None:
         done = hvdrun.run("-np", "2", "--oversubscribe", script)
         assert done.returncode == 1
         assert f"the script has chosen {named} too late" in done.stderr
+    # Nor is Keras configured otherwise than by its file.
+    (hvdrun.folder / "keras.json").write_text('{"floatx": "float64"}')
+    script = hvdrun.script("import keras\nprint(keras.config.floatx())")
+    job = ["-np", "1", "--no-init", script]
+    env = hvdrun.environment | {"KERAS_HOME": str(hvdrun.folder)}
+    assert hvdrun.run(*job, env=env).stdout == "[0] float64\n"
+    (hvdrun.folder / "keras.json").write_text('{"floatx": "float32"}')
+    assert hvdrun.run(*job, env=env).stdout == "[0] float32\n"
     # A module beside the script takes the place of an imported one.
     (hvdrun.folder / "h5py.py").write_text("mine = True")
     script = hvdrun.script("import sys\nprint('keras' in sys.modules)\nimport h5py; h5py.mine")

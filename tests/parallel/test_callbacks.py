@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import random
 import subprocess
 import sys
 
@@ -398,3 +399,14 @@ def test_all_ranks_export_to_one_path(directory: pathlib.Path) -> None:
     if RANK == 0:
         assert not [path.name for path in directory.iterdir() if path.name.startswith(".")]
         assert (directory / "exported" / "saved_model.pb").exists()
+
+
+@several
+def test_later_models_begin_as_in_one_process() -> None:
+    """Keras draws the seeds of initializers by Python's generator, which fit leaves alone."""
+    keras.utils.clear_session()  # its own generator is not there yet
+    random.seed(3)
+    model = compiled(training.dense_model())
+    before = random.getstate()
+    fit(model, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    assert random.getstate() == before

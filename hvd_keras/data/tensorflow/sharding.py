@@ -16,7 +16,7 @@ from hvd_keras.data.sources import Passes
 from hvd_keras.data.split import Split
 from hvd_keras.data.tensorflow import arrays, datasets
 from hvd_keras.data.tensorflow.records import Records
-from hvd_keras.runtime import agree
+from hvd_keras.runtime import agree, process_sets
 from hvd_keras.runtime.keras import PyDataset, keras, require
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
@@ -105,7 +105,7 @@ def shard(
     if more:
         raise TypeError("hvd.data.shard: got several sources, expected one: shard((x, y), …).")
     # Returns no PyDataset, because fit would shuffle its batches again, differently on each rank.
-    process_set.check_included("data.shard")
+    process_sets.check(process_set, "data.shard")
     keeps_size = uneven is None and datasets.has_static_batches(source)
     mode = uneven or ("trim" if keeps_size else "share")
     source = opened(source, Records, process_set)

@@ -117,6 +117,9 @@ class Server:
         same += [os.getpriority(os.PRIO_PROCESS, 0), _STATUS.findall((this / "status").read_text())]
         same += [(this / name).read_text() for name in ("cgroup", "personality", "oom_score_adj")]
         same += [os.readlink(path) for path in sorted((this / "ns").iterdir())]
+        home = environment.get("KERAS_HOME") or Path(environment.get("HOME", "/"), ".keras")
+        with contextlib.suppress(OSError):  # which Keras reads when it is imported
+            same.append(Path(home, "keras.json").read_bytes())
         # It needs no file.
         digest = hashlib.sha256(repr(same).encode()).hexdigest()
         self._address = f"\0hvdrun-{os.geteuid()}-{digest}"

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import hvd_keras as hvd
 from hvd_keras.runtime import log
+from hvd_keras.training import row_trials
 
 RANK, SIZE = hvd.rank(), hvd.size()
 ROWS, STEPS = 4, 4
@@ -166,6 +167,23 @@ def test_a_loss_that_cannot_be_tried_is_told(monkeypatch) -> None:
         fit(keras.Sequential, loss=loss)
         about = [text for text in told if "cannot be tried" in text]
         assert len(about) == (SIZE > 1 and loss == of_four_rows), told
+
+
+class Rooted(keras.losses.Loss):
+    """A loss that a script changes."""
+
+    is_rooted = False
+
+    def call(self, y_true, y_pred):
+        mean = tf.reduce_mean(tf.square(y_true - y_pred))
+        return tf.sqrt(mean) if self.is_rooted else mean
+
+
+def test_what_is_known_of_a_loss_is_not_kept_when_it_changes() -> None:
+    loss, y = Rooted(), tf.zeros((ROWS, 1))
+    assert row_trials.kind_of(loss, y, y) == "mean"
+    loss.is_rooted = True
+    assert row_trials.kind_of(loss, y, y) == "whole"
 
 
 class Clips(keras.Sequential):

@@ -4,6 +4,7 @@ import concurrent.futures
 import logging
 import sys
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -123,6 +124,21 @@ def test_string_tensor() -> None:
     for call in (hvd.allreduce, hvd.allgather, lambda x: hvd.broadcast(x, 0)):
         with pytest.raises(TypeError, match="dtype string, expected one of"):
             call(tf.constant(["text"]))
+
+
+def test_what_is_no_process_set_and_no_variable() -> None:
+    calls = {
+        "allreduce": lambda: hvd.allreduce(1.0, process_set=[0, 1]),
+        "DistributedOptimizer": lambda: hvd.DistributedOptimizer("adam", process_set=[0, 1]),
+        "data.shard": lambda: hvd.data.shard(np.ones(8), batch_size=2, process_set=[0, 1]),
+    }
+    for name, call in calls.items():
+        text = rf"hvd.{name}.*: process_set is \[0, 1\], expected an hvd.ProcessSet"
+        with pytest.raises(TypeError, match=text):
+            call()
+    for given, name in ((keras.Sequential(), "Sequential"), ([np.ones(2)], "ndarray")):
+        with pytest.raises(TypeError, match=f"got a {name}, expected variables, such as model"):
+            hvd.broadcast_variables(given, 0)
 
 
 def test_unsupported_dtype() -> None:

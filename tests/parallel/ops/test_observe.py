@@ -150,6 +150,8 @@ def test_a_timeline_that_one_rank_cannot_write_leaves_nothing(directory) -> None
     assert os.listdir("/proc/self/fd") == before
     hvd.barrier()
     assert [*directory.iterdir()] == [taken]
+    with pytest.raises(ValueError, match="is a folder"):
+        hvd.start_timeline(directory)
 
 
 def test_errors_of_rank_0_reach_all_ranks(directory) -> None:
