@@ -430,7 +430,8 @@ class DistributedGradientTape:
             ValueError: (on every rank) the ranks' sources differ in number, name, dtype or shape.
         """
         # This rank's, of any structure; they travel as a flat list.
-        gradients = self._tape.gradient(target, sources, *args, **kwargs)
+        with agree.within(origin.in_tape, True):
+            gradients = self._tape.gradient(target, sources, *args, **kwargs)
         flat = tf.nest.flatten(sources)
         origin.forget(flat)  # the script may change what is exchanged
         reduced = self._reducer.reduce(tf.nest.flatten(gradients), flat, self._local)

@@ -9,6 +9,7 @@ and 256 of the generator's blocks reserved for each number.
 import contextvars
 import functools
 import os
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,26 +23,35 @@ _PHILOX = 1
 _RESERVED = 256
 
 
+_living: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
 class Draws:
     """What the random ops of a function share in all its traces, in the order of the ops."""
 
     def __init__(self) -> None:
+        _living.add(self)
         self._states: list[tuple[Any, int, int]] = []
+        self._seeded: list[Any] = []  # those of ops whose numbers can be had again
         self._next = 0
         self._trace: Any = None  # a weak reference to its graph
+
+    def restart(self) -> None:
+        """Draw from the beginning."""
+        for reserved in self._seeded:
+            reserved.assign(0)
 
     def __bool__(self) -> bool:
         return bool(self._states)
 
     def state(self, seeds: tuple[int, int]) -> tuple[Any, int, int]:
         """Return how many blocks the next op has reserved, a variable, and its seeds."""
-        graph: Any = tf.compat.v1.get_default_graph()
-        while isinstance(getattr(graph, "outer_graph", None), FuncGraph):
-            graph = graph.outer_graph
+        graph = _graph()
         if self._trace is None or self._trace() is not graph:
             self._trace, self._next = weakref.ref(graph), 0
         if self._next == len(self._states):
-            if seeds == (0, 0):  # none are set
+            is_seeded = seeds != (0, 0)
+            if not is_seeded:
                 first, second = np.frombuffer(os.urandom(16), np.int64)
                 seeds = int(first), int(second)
             with tf.init_scope():  # tf.Variable would be one that the tf.function must make
@@ -49,8 +59,37 @@ class Draws:
                     0, trainable=False, dtype=tf.int64, name="hvd_random"
                 )
             self._states.append((reserved, *seeds))
+            self._seeded += [reserved] * is_seeded
         self._next += 1
         return self._states[self._next - 1]
+
+
+def _graph() -> Any:
+    """The graph of the function that is traced, also within its loops and branches."""
+    graph: Any = tf.compat.v1.get_default_graph()
+    while type(graph).__name__ in (
+        "CondBranchFuncGraph",
+        "WhileCondFuncGraph",
+        "WhileBodyFuncGraph",
+    ):
+        graph = graph.outer_graph
+    return graph
+
+
+def _is_of_trace() -> bool:
+    """Whether an op is made for the function itself.
+
+    Others that it calls, which have traces of their own, and datasets draw as TensorFlow does; so
+    does ``tf.vectorized_map``, which would repeat what has no state.
+    """
+    if not tf.inside_function() or isinstance(_graph().outer_graph, FuncGraph):
+        return False
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").endswith("parallel_for.control_flow_ops"):
+            return False
+        frame = frame.f_back
+    return True
 
 
 #: Those of the function that is being called; None: TensorFlow draws.
@@ -69,7 +108,7 @@ def _draw(
 ) -> Any:
     """Replace a random op of TensorFlow."""
     draws = current.get()
-    if draws is None or not tf.inside_function():
+    if draws is None or not _is_of_trace():
         return stateful(shape, *how, seed=seed, seed2=seed2, name=name, **more)
     reserved, *seeds = draws.state((int(seed or 0), int(seed2 or 0)))
     key, high = (tf.constant(number, tf.int64) for number in seeds)
@@ -95,13 +134,23 @@ def _floats(op: Callable[..., Any]) -> Callable[..., Any]:
     return draw
 
 
+def _set_seed(set_seed: Callable[[int], None], seed: int) -> None:
+    """Replace ``tf.random.set_seed``, which also restarts all random ops."""
+    set_seed(seed)
+    for draws in list(_living):
+        draws.restart()
+
+
 #: What ``replace`` puts in the place of functions of TensorFlow.
 replacements: list[tuple[Any, str, Callable[..., Any]]] = [
-    (gen_random_ops, name, functools.partial(_draw, stateless))
-    for name, stateless in (
-        ("random_standard_normal", _floats(tf.raw_ops.StatelessRandomNormalV2)),
-        ("random_uniform", _floats(tf.raw_ops.StatelessRandomUniformV2)),
-        ("truncated_normal", _floats(tf.raw_ops.StatelessTruncatedNormalV2)),
-        ("random_uniform_int", _integers),
-    )
+    (tf.random, "set_seed", _set_seed),
+    *(
+        (gen_random_ops, name, functools.partial(_draw, stateless))
+        for name, stateless in (
+            ("random_standard_normal", _floats(tf.raw_ops.StatelessRandomNormalV2)),
+            ("random_uniform", _floats(tf.raw_ops.StatelessRandomUniformV2)),
+            ("truncated_normal", _floats(tf.raw_ops.StatelessTruncatedNormalV2)),
+            ("random_uniform_int", _integers),
+        )
+    ),
 ]

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras.auto.run import Divided, function
+from hvd_keras.auto.run import Divided, another_trace, function
 from hvd_keras.gradients import agreement
 
 _DIVIDED = "_hvd_divided"  # of a tf.function of the script; False: it is of a library
@@ -46,7 +46,8 @@ def _run(model: Any, step: Divided, of_keras: Callable[[Any], Any], iterator: An
         batch = next(iterator)
     except StopIteration:
         # Keras finds the end of unknown data in a step, which may then have counted as one.
-        return of_keras(iterator)
+        with another_trace():
+            return of_keras(iterator)
     outputs = step.step(of, _without_optional(batch))
     for batch in itertools.islice(iterator, model.steps_per_execution - 1):
         outputs = step.step(of, _without_optional(batch))

@@ -151,7 +151,7 @@ class Plan:
         evaluate(node)
         self._shapes.infer(node, node.inputs)
         is_stateful = bool(node.op.op_def.is_stateful)
-        if is_stateful and "seed" in node.op.node_def.attr:
+        if is_stateful and "seed" in node.op.node_def.attr and "Cudnn" not in node.type:
             raise places.WholeError(
                 f"{node.type}{_line_of(node.op)} draws random numbers by a state that one trace "
                 "has; use keras.random"

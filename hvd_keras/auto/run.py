@@ -50,7 +50,8 @@ class Divided:
         """``whole`` calls ``traced``, a tf.function."""
         self._traced, self._whole, self.name = traced, whole, name
         self._kinds: dict[Any, _Kind] = {}
-        self._draws: dict[str, draws.Draws] = {}  # by what ``trace`` has returned
+        self._draws: dict[str, draws.Draws] = {}  # by key, see ``step``
+        self._of: dict[str, Any] = {}  # what ``trace`` has made
         self._spec: tuple[Any, str] = None, ""  # what ``trace`` was given last, and has returned
         self._built: dict[Any, tuple[Way, Any] | None] = {}  # by trace and inner shapes
         self._kept: list[Any] = []  # what keys name
@@ -66,14 +67,16 @@ class Divided:
             if self._spec[1] not in self._draws:
                 drawn = self._draws[self._spec[1]] = draws.Draws()
                 with agree.within(draws.current, drawn):
-                    self._traced.get_concrete_function(given)
+                    self._of[self._spec[1]] = self._traced.get_concrete_function(given)
         return self._spec[1]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.step("", *args, **kwargs)
+        # That has one trace for any number of rows.
+        is_free = getattr(self._traced, "input_signature", None) is not None
+        return self.step("input_signature" * is_free, *args, **kwargs)
 
     def step(self, of: str, *args: Any, **kwargs: Any) -> Any:
-        """Call it with a batch; ``of`` is what ``trace`` has returned, if it was called."""
+        """Call it with a batch; ``of`` is a key of its one trace for all such batches, or ""."""
         given = self._bound(args, kwargs)
         leaves = [_tensor(x) for x in tf.nest.flatten(given)]
         if any(isinstance(x, (tf.Variable, tf.__internal__.CompositeTensor)) for x in leaves):
@@ -92,18 +95,20 @@ class Divided:
             shapes = str(tf.nest.map_structure(lambda _: 0, given)), *described, *has
             key = of or rows, shapes
             if key not in self._kinds:
-                drawn = self._draws[of] if of else draws.Draws()
+                drawn = self._draws.setdefault(of, draws.Draws()) if of else draws.Draws()
                 self._kinds[key] = _Kind(self.name, drawn)
                 self._kept += [x for x in leaves if not isinstance(x, tf.Tensor)]
             kind = self._kinds[key]
 
             def whole() -> Any:
                 with agree.within(draws.current, kind.draws):
-                    return self._whole(*args, **kwargs)
+                    return self._of.get(of, self._whole)(*args, **kwargs)
 
             def divide() -> tuple[Way | None, Any]:
-                with agree.within(draws.current, kind.draws):
-                    alone = self._traced.get_concrete_function(*args, **kwargs)
+                alone = self._of.get(of)
+                if alone is None:
+                    with agree.within(draws.current, kind.draws):
+                        alone = self._traced.get_concrete_function(*args, **kwargs)
                 call = tf.nest.pack_sequence_as(given, leaves)
                 return self._divide(alone, call, tensors, rows, (shapes, kind), whole)
 
@@ -152,20 +157,20 @@ class Divided:
         is_free = all(t.shape[0] is None for t, x in pairs if _has(x, rows))
         # One process draws anew in each trace.
         key = shapes, id(alone if is_free else kind) if is_free or kind.draws else 0
+        hidden = check.hidden(alone.graph)
+        if hidden and not is_free:
+            self._tell(f"{hidden} in it cannot be computed twice, to compare the results")
+            return None, whole()
         if key not in self._built:
             self._built[key] = self._build(alone, is_free, given, tensors, rows, kind)
         built = self._built[key]
         if built is None:
             return None, whole()
         run, traced = built
-        hidden = check.hidden(traced.graph)
-        if hidden and not is_free:
-            self._tell(f"{hidden} in it cannot be computed twice, to compare the results")
-            return None, whole()
-        if hidden:
+        variables = check.assigned(alone, traced)
+        if is_free and (hidden or not check.fits(variables)):
             return run, run(tensors)
-        handles = [*alone.captured_inputs, *traced.captured_inputs]
-        why, outputs = check.compared(whole, functools.partial(run, tensors), handles)
+        why, outputs = check.compared(whole, functools.partial(run, tensors), variables)
         if why:
             self._is_other = True
             self._tell(f"divided, it gives something else: {why}")
@@ -187,7 +192,7 @@ class Divided:
             python = self._traced.python_function
             again = function(python, autograph=getattr(self._traced, "_autograph", True))
             try:
-                with agree.within(draws.current, kind.draws), _random(kind.random):
+                with agree.within(draws.current, kind.draws), another_trace(kind.random):
                     traced = again.get_concrete_function(*args, **kwargs)
             except Exception as error:  # it may succeed with a fixed number of rows
                 self._tell(f"without a fixed number of rows it fails: {_first_line(error)}")
@@ -234,9 +239,10 @@ def planned(traced: Any, rows: int, tensors: Sequence[Any] = ()) -> tuple[Plan, 
 
 
 @contextlib.contextmanager
-def _random(states: Any) -> Iterator[None]:
-    """Let Python and NumPy draw what they drew in an earlier trace."""
+def another_trace(states: Any = None) -> Iterator[None]:
+    """Let Python and NumPy draw as before afterwards; in the block, from these states on."""
     now = random.getstate(), np.random.get_state()
+    states = states or now
     try:
         random.setstate(states[0])
         np.random.set_state(states[1])
@@ -277,7 +283,8 @@ def _build(plan: Plan, traced: Any, taken: int) -> Callable[[list[Any]], Any]:
 def _tensor(x: Any) -> Any:
     """Return an argument as a trace has it: arrays, and what is like them, are tensors."""
     is_tensor = isinstance(x, (tf.Tensor, tf.Variable, tf.__internal__.CompositeTensor))
-    return tf.convert_to_tensor(x) if hasattr(x, "__array__") and not is_tensor else x
+    is_array = hasattr(x, "__array__") and not isinstance(x, type)
+    return tf.convert_to_tensor(x) if is_array and not is_tensor else x
 
 
 def _described(x: Any, has_rows: bool) -> Any:

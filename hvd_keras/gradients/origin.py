@@ -4,14 +4,17 @@ Their mean over the ranks is the gradient of one process. That of clipped or nor
 not: each rank has changed them by its own rows.
 """
 
+import contextvars
 import traceback
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import tensorflow as tf
 
 from hvd_keras.gradients import missing_calls, shards
-from hvd_keras.runtime import flight
+from hvd_keras.runtime import agree, flight
+from hvd_keras.runtime.process_sets import ProcessSet
 
 # "equal" on all ranks; a "gradient", or linear in it; "changed", another function of one; or of
 # "data" alone, such as an estimate of a gradient.
@@ -32,9 +35,13 @@ _DEPTH = 60  # beyond which no gradient is looked for
 # In eager code, by variable: the sum since the last update, if a script has changed gradients.
 _sums: dict[int, Any] = {}
 _factors: dict[str, float] = {}  # by optimizer
-# Variables whose gradients a distributed tape has exchanged: in a graph once, as that may run again
-# and again; in eager code since the last update.
-_in_graphs, _eagerly = shards.VariableSet(), shards.VariableSet()
+#: Whether a distributed tape asks the tape in it.
+in_tape = contextvars.ContextVar("a distributed tape asks", default=False)
+# What distributed tapes have returned in graphs: the names of tensors.
+_exchanged: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+# Variables whose gradients tapes have returned in eager code since the last update: distributed
+# ones, and others.
+_of_distributed, _of_others = shards.VariableSet(), shards.VariableSet()
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -46,6 +53,8 @@ def record(gradient: Any, tape: Any, target: Any, sources: Any, *args: Any, **kw
     for one, source in zip(results, sources, strict=True):
         if one is not None and tf.executing_eagerly():
             one._hvd_of_tape = True
+            if hasattr(source, "assign") and not in_tape.get():
+                _of_others.add(source)
             if hasattr(source, "assign") and (number := shards.variable_id(source)) in _sums:
                 before, dense = _sums[number], tf.convert_to_tensor(one)
                 _sums[number] = dense if before is None else before + dense
@@ -87,29 +96,37 @@ def check(name: str, gradients: Sequence[Any], variables: Sequence[Any], process
 def note_exchange(gradients: Sequence[Any], sources: Sequence[Any]) -> None:
     """Note what a distributed tape returns: a distributed optimizer does not reduce it again."""
     for gradient, source in zip(gradients, sources, strict=True):
-        if gradient is not None:
-            gradient._hvd_reduced = True
-            if hasattr(source, "assign"):
-                (_eagerly if tf.executing_eagerly() else _in_graphs).add(source)
+        if gradient is None:
+            continue
+        gradient._hvd_reduced = True
+        values = getattr(gradient, "values", gradient)
+        if not tf.executing_eagerly():
+            _exchanged.setdefault(values.graph, set()).add(values.name)
+        elif hasattr(source, "assign"):
+            _of_distributed.add(source)
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def were_exchanged(gradients: Sequence[Any], variables: Sequence[Any]) -> bool:
-    """Whether an optimizer gets what distributed tapes have returned, or made of it since."""
-    walk = _Walk()
+def were_exchanged(
+    gradients: Sequence[Any], variables: Sequence[Any], name: str, process_set: ProcessSet
+) -> bool:
+    """Whether an optimizer gets what distributed tapes have returned, or made of it alone.
 
-    def was(gradient: Any, variable: Any) -> bool:
-        if hasattr(gradient, "_hvd_reduced"):
-            return True
-        if tf.executing_eagerly():
-            is_noted = variable in _eagerly or variable in _in_graphs
-            return is_noted and not hasattr(gradient, "_hvd_of_tape")
-        return variable in _in_graphs and walk.is_equal(getattr(gradient, "values", gradient))
-
+    In doubt it does not: another average changes dense gradients by nothing.
+    """
     pairs = [pair for pair in zip(gradients, variables, strict=True) if pair[0] is not None]
-    found = bool(pairs) and all(was(*pair) for pair in pairs)
+    if all(hasattr(gradient, "_hvd_reduced") for gradient, _ in pairs) or not pairs:
+        found = bool(pairs)
+    elif not tf.executing_eagerly():
+        walk = _Walk()
+        found = all(walk.is_exchanged(getattr(g, "values", g), variables) for g, _ in pairs)
+    elif found := all(variable in _of_distributed for _, variable in pairs):
+        # All ranks come here, as all have called the tape; the script may do more on some of them.
+        mine = not any(variable in _of_others for _, variable in pairs)
+        found = all(agree.gather_json(f"{name} of tapes", mine, process_set))
     if tf.executing_eagerly():
-        _eagerly.discard(*(variable for _, variable in pairs))
+        for noted in (_of_distributed, _of_others):
+            noted.discard(*(variable for _, variable in pairs))
     return found
 
 
@@ -124,9 +141,42 @@ class _Walk:
     def changes(self, tensor: Any) -> bool:
         return hasattr(tensor, "graph") and self._kind(tensor, 0) == "changed"
 
-    def is_equal(self, tensor: Any) -> bool:
-        """Whether a tensor of a graph is known to be the same on all ranks."""
-        return hasattr(tensor, "graph") and self._kind(tensor, 0) == "equal"
+    def is_exchanged(self, tensor: Any, weights: Sequence[Any]) -> bool:
+        """Whether all that a tensor of a graph is made of is what distributed tapes have returned.
+
+        Beside it, there may be constants, scalars and ``weights``, which all ranks have.
+        """
+        handles = {id(shards.inner_variable(w).handle) for w in weights if hasattr(w, "assign")}
+        found: dict[Any, str] = {}  # "exchanged", "equal" on all ranks, or "unknown"
+
+        def of(one: Any, depth: int) -> str:
+            if not hasattr(one, "graph"):
+                return "equal" if one.dtype != tf.resource or id(one) in handles else "unknown"
+            key = id(one.graph), one.name
+            if key not in found:
+                found[key] = "unknown"  # if it leads here again
+                found[key] = of_op(one, depth + 1) if depth <= _DEPTH else "unknown"
+            return found[key]
+
+        def of_op(one: Any, depth: int) -> str:
+            op = one.op
+            if one.name in _exchanged.get(one.graph, ()):
+                return "exchanged"
+            if op.type in _OF_SHAPES or op.type == "Const":
+                return "equal"
+            if op.type.startswith("Hvd"):
+                return "equal"
+            if op.type == "Placeholder":
+                outer = self._captured(one)
+                return "unknown" if outer is None else of(outer, depth)
+            if op.type == "ReadVariableOp":
+                return "equal" if one.shape.rank == 0 else of(op.inputs[0], depth)
+            if op.op_def.is_stateful or not op.inputs:
+                return "unknown"
+            kinds = {of(part, depth) for part in op.inputs}
+            return next(kind for kind in ("unknown", "exchanged", "equal") if kind in kinds)
+
+        return of(tensor, 0) == "exchanged"
 
     def _kind(self, tensor: Any, depth: int) -> _Kind:
         if not hasattr(tensor, "graph"):  # a value that the graph has captured

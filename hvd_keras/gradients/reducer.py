@@ -107,7 +107,9 @@ class GradientReducer:
         if self.options.op is ops.Average:
             missing_calls.check_average()
         divided = shards.sharded_indices(variables, self.name, self.options.op, self.process_set)
-        are_reduced = self.optimizer is not None and origin.were_exchanged(gradients, variables)
+        are_reduced = self.optimizer is not None and origin.were_exchanged(
+            gradients, variables, self.name, self.process_set
+        )
         if are_reduced and not self.is_sharded:
             return Step(self, None, gradients, variables, divided=divided)
         if tf.inside_function():

@@ -112,7 +112,11 @@ def reduce_logs(
         prefix: [state for state in phase if any(prefix + key in logs for key in state.results)]
         for prefix, phase in phases.items()
     }
-    renamed = {key: found for prefix in phases for key, found in _renamed(phases, prefix, logs)}
+    renamed = {
+        key: found
+        for prefix in phases
+        for key, found in _renamed(phases, prefix, {k: logs[k] for k in mine})
+    }
     # One request: plain numbers, what each rank can sum, and what it logged without changes.
     gathered = agree.gather_json(
         "metrics",

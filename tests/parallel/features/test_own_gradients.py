@@ -229,3 +229,22 @@ def test_gradients_of_a_tape_are_not_exchanged_again(options, eager: bool) -> No
         alone = trained(True)
     for one, other in zip(together, alone, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_beside_those_of_a_distributed_tape_are_exchanged(compiled: bool) -> None:
+    weight = tf.Variable(tf.zeros([2]))
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    optimizer.build([weight])
+
+    def step(x):
+        with tf.GradientTape(persistent=True) as tape:
+            loss = tf.reduce_sum(weight * x)
+        (known,) = hvd.DistributedGradientTape(tape).gradient(loss, [weight])
+        (own,) = tape.gradient(loss, [weight])
+        if RANK == 0:  # the script's code may differ by rank
+            own = tf.identity(own)
+        optimizer.apply([0.5 * own + 0.0 * tf.norm(known)], [weight])
+
+    (tf.function(step) if compiled else step)(tf.fill([2], 1.0 + RANK))
+    np.testing.assert_allclose(weight, -0.5 * np.full(2, np.mean(range(1, SIZE + 1))))

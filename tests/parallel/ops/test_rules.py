@@ -12,6 +12,7 @@ import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
 import hvd_keras as hvd
+from hvd_keras.auto import check as auto_check
 from hvd_keras.auto import messages, rules, worker
 from hvd_keras.auto.emit import Side
 from hvd_keras.auto.plan import Plan
@@ -352,3 +353,34 @@ def test_workers_free_what_the_first_rank_has_freed(monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     worker.work()
     assert counts == [0, 0, 0]
+
+
+def test_a_step_that_changes_a_small_variable_otherwise_is_found() -> None:
+    """But not what differs by rounding, such as the sign of a number that should be zero."""
+    weights, bias, zero = tf.Variable(tf.ones([100])), tf.Variable([1.0, 2.0]), tf.Variable(0.5)
+    counter = tf.Variable(0)
+
+    def step(factor, of_zero):
+        @tf.function
+        def of():
+            zero.assign_add(tf.sign(of_zero(zero + 0.1)))
+            weights.assign_add(0.1 * weights)
+            bias.assign_add(factor * bias)
+            counter.assign_add(1)
+            return tf.reduce_sum(weights)
+
+        return of
+
+    one = step(0.1, lambda x: 1.1 * x - (x + 0.1 * x))
+    same = step(0.1, lambda x: (1.1 * x - x) - 0.1 * x)
+    handles = auto_check.assigned(*(of.get_concrete_function() for of in (one, same)))
+    assert len(handles) == 4
+    for other, why in ((same, ""), (step(0.2, lambda x: 0.0 * x), "a variable is [1.2 2.4] inst")):
+        for variable, value in ((weights, tf.ones([100])), (bias, [1.0, 2.0]), (zero, 0.5)):
+            variable.assign(value)
+        counter.assign(0)
+        found, outputs = auto_check.compared(one, other, handles)
+        assert found[: len(why) or None] == why
+        np.testing.assert_allclose(bias, [1.1, 2.2], rtol=1e-6)
+        np.testing.assert_allclose(outputs, 110.0, rtol=1e-6)
+        assert int(counter) == 1
