@@ -133,18 +133,12 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
     _add_process_sets(process_sets)
 
 
-# Tells processes that a rank starts: its process, rank and job.
-_JOINED = "HVDRUN_JOINED"
-
-
 def _is_child_of_rank() -> bool:
     """Whether multiprocessing has started this process in a rank, which imports the script again.
 
     Raises RuntimeError if the rank has started it in another way: MPI would take it for the rank.
     """
-    process, rank, job = os.environ.get(_JOINED, ",,").split(",")
-    is_rank = process in ("", str(os.getpid())) or job != os.environ.get("HVDRUN_JOB", "")
-    if is_rank or not os.path.exists(f"/proc/{process}"):
+    if (rank := settings.parent_rank()) is None:
         return False
     text = f"hvd.init: rank {rank} has started this process, which is no rank"
     if multiprocessing.current_process().name == "MainProcess":
@@ -184,8 +178,7 @@ def _join(comm: Any) -> None:
         settings.tell_hvdrun(mark=settings.CHOSEN)
     rank_info.world_ranks = ranks if communicator is None else world_ranks_of(comm)
     if rank_info.size() > 1:
-        job = os.environ.get("HVDRUN_JOB", "")
-        os.environ[_JOINED] = f"{os.getpid()},{rank_info.rank()},{job}"
+        settings.tell_children(rank_info.rank())
     _install_guards()
     core.hvd_set_log(settings.LOG_LEVELS.index(settings.read().log_level))
 

@@ -253,6 +253,22 @@ def export_ranks(prefix: str) -> None:
             os.environ.setdefault(f"{prefix}_LOCAL_{ours}", found)
 
 
+_JOINED = "HVDRUN_JOINED"  # a rank's process, number and job
+
+
+def tell_children(rank: int) -> None:
+    """Let the processes that this rank will start know that they are none."""
+    os.environ[_JOINED] = f"{os.getpid()},{rank},{os.environ.get('HVDRUN_JOB', '')}"
+
+
+def parent_rank() -> int | None:
+    """Return the rank of this job that has started this process; None if it may be a rank."""
+    process, rank, job = os.environ.get(_JOINED, "0,0,").split(",")
+    if process == str(os.getpid()) or job != os.environ.get("HVDRUN_JOB", ""):
+        return None
+    return int(rank) if os.path.exists(f"/proc/{process}") else None
+
+
 _hvdrun: socket.socket | None = None
 
 
