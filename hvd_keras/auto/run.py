@@ -56,6 +56,7 @@ class Divided:
         self._built: dict[Any, tuple[Way, Any] | None] = {}  # by trace and inner shapes
         self._kept: list[Any] = []  # what keys name
         self._is_other = False  # divided, it computes something else
+        self._has_xla = getattr(traced, "_jit_compile", None)  # which draws by itself
 
     def trace(self, spec: Any) -> str:
         """Trace it for all batches that ``spec`` describes, as Keras does; return a key of that."""
@@ -66,9 +67,12 @@ class Divided:
             self._spec = spec, repr(given)
             if self._spec[1] not in self._draws:
                 drawn = self._draws[self._spec[1]] = draws.Draws()
-                with agree.within(draws.current, drawn):
+                with self._drawing(drawn):
                     self._of[self._spec[1]] = self._traced.get_concrete_function(given)
         return self._spec[1]
+
+    def _drawing(self, drawn: draws.Draws) -> contextlib.AbstractContextManager[None]:
+        return agree.within(draws.current, None if self._has_xla else drawn)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # That has one trace for any number of rows.
@@ -95,19 +99,22 @@ class Divided:
             shapes = str(tf.nest.map_structure(lambda _: 0, given)), *described, *has
             key = of or rows, shapes
             if key not in self._kinds:
+                if len(self._kinds) == _MOST_TRACES:
+                    self._tell(f"its batches have more than {_MOST_TRACES} shapes")
+                    return self._whole(*args, **kwargs)
                 drawn = self._draws.setdefault(of, draws.Draws()) if of else draws.Draws()
                 self._kinds[key] = _Kind(self.name, drawn)
                 self._kept += [x for x in leaves if not isinstance(x, tf.Tensor)]
             kind = self._kinds[key]
 
             def whole() -> Any:
-                with agree.within(draws.current, kind.draws):
+                with self._drawing(kind.draws):
                     return self._of.get(of, self._whole)(*args, **kwargs)
 
             def divide() -> tuple[Way | None, Any]:
                 alone = self._of.get(of)
                 if alone is None:
-                    with agree.within(draws.current, kind.draws):
+                    with self._drawing(kind.draws):
                         alone = self._traced.get_concrete_function(*args, **kwargs)
                 call = tf.nest.pack_sequence_as(given, leaves)
                 return self._divide(alone, call, tensors, rows, (shapes, kind), whole)
@@ -142,9 +149,6 @@ class Divided:
         """
         shapes, kind = of
         if self._is_other:
-            return None, whole()
-        if len(self._kinds) > _MOST_TRACES:
-            self._tell(f"its batches have more than {_MOST_TRACES} shapes")
             return None, whole()
         graph = alone.graph
         taken = graph.inputs[: len(graph.inputs) - len(alone.captured_inputs)]
@@ -192,7 +196,7 @@ class Divided:
             python = self._traced.python_function
             again = function(python, autograph=getattr(self._traced, "_autograph", True))
             try:
-                with agree.within(draws.current, kind.draws), another_trace(kind.random):
+                with self._drawing(kind.draws), another_trace(kind.random):
                     traced = again.get_concrete_function(*args, **kwargs)
             except Exception as error:  # it may succeed with a fixed number of rows
                 self._tell(f"without a fixed number of rows it fails: {_first_line(error)}")

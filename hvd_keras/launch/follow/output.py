@@ -20,7 +20,7 @@ from hvd_keras.launch.onhost.limits import LONG_LINE_DELAY, PARTIAL_LINE_DELAY
 TAIL_LIMIT = 1 << 16  # bytes of a rank's last errors that are kept, to tell why it failed
 RECENT_LINES = 40  # lines of output, at the end, that a user sees at once
 MESSAGE_LINES = 20  # lines of an exception's message that are repeated at most
-LONG_LINE = 1 << 12  # bytes of an unfinished line that is no prompt or progress bar
+LONG_LINE = 1 << 12  # bytes of output that is no prompt or progress bar
 PARTIAL_LINE_LIMIT = 1 << 20  # bytes of an unfinished line that are kept at most
 WAITING_LIMIT = 1 << 20  # bytes that may wait for a slow reader before the ranks wait, too
 FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a disk that is full at the moment
@@ -119,8 +119,8 @@ class Copy:
 class Stream:
     """The stdout or stderr of one rank on its way to a destination, with a prefix for each line.
 
-    A line that stays unfinished for PARTIAL_LINE_DELAY is shown as far as it is known, a long one
-    after LONG_LINE_DELAY, as a busy host may stop a rank in the middle of it. It is broken there if
+    A line that stays unfinished for PARTIAL_LINE_DELAY is shown as far as it is known; in long
+    output for LONG_LINE_DELAY, as a busy host may stop a rank within it. It is broken there if
     another stream writes before its rest comes; without a prefix the bytes pass unchanged. A `copy`
     gets every byte, and TensorFlow's notices, which the destination drops.
     """
@@ -143,14 +143,17 @@ class Stream:
             self.flush()
         self._pending += data[complete:]
         if self._pending and self._timer is None:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(PARTIAL_LINE_DELAY, self._show)
+            # What came with much else is rather the begin of more.
+            self._wait(PARTIAL_LINE_DELAY if len(data) < LONG_LINE else LONG_LINE_DELAY)
 
-    def _show(self) -> None:
-        if len(self._pending) < LONG_LINE:
+    def _wait(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._show, seconds)
+
+    def _show(self, waited: float) -> None:
+        if len(self._pending) < LONG_LINE or waited == LONG_LINE_DELAY:
             self.flush()
         else:
-            self._timer = asyncio.get_running_loop().call_later(LONG_LINE_DELAY, self.flush)
+            self._wait(LONG_LINE_DELAY)
 
     def flush(self) -> None:
         """Pass on all that is there, with the unfinished line."""

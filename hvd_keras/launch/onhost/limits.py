@@ -33,7 +33,7 @@ SUSPICION = SILENCE / 3  # until nobody waits for it any more
 MUTE = 60.0  # without a sign of life, until a worker counts as stopped when others have ended
 # That an unfinished line waits for its rest: short enough for a prompt or a progress bar.
 PARTIAL_LINE_DELAY = 0.1
-LONG_LINE_DELAY = 5.0  # that a long one waits for it
+LONG_LINE_DELAY = 2.0  # that one in long output waits for it
 SLOW_READER_CHECK = 0.1  # between two looks at a slow reader of our output
 
 # The end
