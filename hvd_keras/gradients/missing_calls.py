@@ -188,7 +188,7 @@ def _averages_itself(optimizer: Any, gradients: list[Any], variables: list[Any])
         _exchanged_before[optimizer] = now
         noted = [before if (number := _noted(v)) is None else number for v in variables]
         # An average of the loss is fewer bytes than gradients are, even if these are compressed.
-        present = [getattr(one, "values", one) for one in gradients if one is not None]
+        present = [g.values if hasattr(g, "dense_shape") else g for g in gradients if g is not None]
         least = max(1, min(_FEW_BYTES, sum(math.prod(one.shape) for one in present)))
         return any(number is None or now - number >= least for number in noted or [before])
     from hvd_keras import ops
