@@ -119,6 +119,8 @@ class Divided:
                 call = tf.nest.pack_sequence_as(given, leaves)
                 return self._divide(alone, call, tensors, rows, (shapes, kind), whole)
 
+            if self._is_other:
+                return whole()
             return kind.pace.step(tensors, rows, whole, divide)
         finally:
             _busy.release()
@@ -148,8 +150,6 @@ class Divided:
         None if that is not possible.
         """
         shapes, kind = of
-        if self._is_other:
-            return None, whole()
         graph = alone.graph
         taken = graph.inputs[: len(graph.inputs) - len(alone.captured_inputs)]
         pairs = list(zip(taken, tensors, strict=False))

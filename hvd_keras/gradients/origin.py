@@ -146,7 +146,8 @@ class _Walk:
 
         Beside it, there may be constants, scalars and ``weights``, which all ranks have.
         """
-        handles = {id(shards.inner_variable(w).handle) for w in weights if hasattr(w, "assign")}
+        known = [shards.inner_variable(w) for w in weights if hasattr(w, "assign")]
+        handles = {id(getattr(one, "handle", None)) for one in known}  # TensorFlow 1 may have none
         found: dict[Any, str] = {}  # "exchanged", "equal" on all ranks, or "unknown"
 
         def of(one: Any, depth: int) -> str:

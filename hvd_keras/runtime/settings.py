@@ -256,15 +256,22 @@ def export_ranks(prefix: str) -> None:
 _JOINED = "HVDRUN_JOINED"  # a rank's process, number and job
 
 
+def _job() -> str:
+    """Tell the job from others that a rank may start."""
+    return ":".join(
+        os.environ.get(name, "") for name in ("HVDRUN_JOB", "PMIX_NAMESPACE", "SLURM_STEP_ID")
+    )
+
+
 def tell_children(rank: int) -> None:
     """Let the processes that this rank will start know that they are none."""
-    os.environ[_JOINED] = f"{os.getpid()},{rank},{os.environ.get('HVDRUN_JOB', '')}"
+    os.environ[_JOINED] = f"{os.getpid()},{rank},{_job()}"
 
 
 def parent_rank() -> int | None:
     """Return the rank of this job that has started this process; None if it may be a rank."""
-    process, rank, job = os.environ.get(_JOINED, "0,0,").split(",")
-    if process == str(os.getpid()) or job != os.environ.get("HVDRUN_JOB", ""):
+    process, rank, job = os.environ.get(_JOINED, "0,0,").split(",", 2)
+    if process == str(os.getpid()) or job != _job():
         return None
     return int(rank) if os.path.exists(f"/proc/{process}") else None
 
