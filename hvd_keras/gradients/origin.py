@@ -29,6 +29,7 @@ _LINEAR = {
 }
 _PRODUCTS = {"Mul", "RealDiv", "Div", "DivNoNan", "MatMul", "BatchMatMulV2", "Einsum"}
 _OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike"}
+_ON_ALL_RANKS = {"Const", "HvdAllreduce", "HvdAllgather", "HvdBroadcast"}
 _ASSIGNMENTS = {"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"}
 _DEPTH = 60  # beyond which no gradient is looked for
 
@@ -114,7 +115,7 @@ def were_exchanged(
 
     In doubt it does not: another average changes dense gradients by nothing.
     """
-    pairs = [pair for pair in zip(gradients, variables, strict=True) if pair[0] is not None]
+    pairs = [pair for pair in zip(gradients, variables, strict=False) if pair[0] is not None]
     if all(hasattr(gradient, "_hvd_reduced") for gradient, _ in pairs) or not pairs:
         found = bool(pairs)
     elif not tf.executing_eagerly():
@@ -163,9 +164,7 @@ class _Walk:
             op = one.op
             if one.name in _exchanged.get(one.graph, ()):
                 return "exchanged"
-            if op.type in _OF_SHAPES or op.type == "Const":
-                return "equal"
-            if op.type.startswith("Hvd"):
+            if op.type in _OF_SHAPES or op.type in _ON_ALL_RANKS:
                 return "equal"
             if op.type == "Placeholder":
                 outer = self._captured(one)
