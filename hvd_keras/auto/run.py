@@ -172,8 +172,12 @@ class Divided:
             return None, whole()
         run, traced = built
         variables = check.assigned(alone, traced)
-        if is_free and (hidden or not check.fits(variables)):
+        has_room = check.fits(variables)
+        if is_free and (hidden or not has_room):
             return run, run(tensors)
+        if not has_room:
+            self._tell("its variables are too large to compare two steps")
+            return None, whole()
         why, outputs = check.compared(whole, functools.partial(run, tensors), variables)
         if why:
             self._is_other = True

@@ -50,14 +50,13 @@ def broadcast_variables(
     if not tf.executing_eagerly() and not tf.inside_function():
         return tensorflow_v1.broadcast_variables(variables, root_rank, process_set)
     process_sets.check(process_set, "broadcast_variables")
-    listed = list(variables) if isinstance(variables, Iterable) else [variables]
-    for one in listed:
+    variables = list(variables) if isinstance(variables, Iterable) else [variables]
+    for one in variables:
         if not hasattr(one, "assign"):
             raise TypeError(
                 f"hvd.broadcast_variables: got a {type(one).__name__}, expected variables, such as "
                 "model.variables."
             )
-    variables = listed
     variables = shards.without(variables)
     # In buckets like gradients: one request for many small variables.
     if not variables and process_set.size() > 1:

@@ -25,7 +25,8 @@ from hvd_keras.runtime import log
 _ELEMENTWISE = {"AssertCardinality", "Cache", "Map", "Options", "ParallelMap", "Prefetch"}
 #: Those of them that make their elements anew in each pass.
 PASSING_ON = _ELEMENTWISE - {"Cache"}
-_BATCHING = {"Batch", "ParallelBatch", "PaddedBatch", "Rebatch"}
+_OF_ELEMENTS = {"Batch", "ParallelBatch", "PaddedBatch"}
+_BATCHING = _OF_ELEMENTS | {"Rebatch"}
 _WARNING_SECONDS = 30
 _COMPARED = 16  # rows by which ranks see whether they have the same
 
@@ -259,7 +260,7 @@ def _measure(source: Any) -> tuple[int, int, list[int] | None]:
     The last is None if at most the last batch is short.
     """
     node = below(source, _ELEMENTWISE)
-    is_plain = kind_of(node) in ("Batch", "ParallelBatch", "PaddedBatch")
+    is_plain = kind_of(node) in _OF_ELEMENTS
     if is_plain and changes_rows(source, _ELEMENTWISE):  # or that is unknown: the first batch tells
         is_plain = [int(_rows(x)) for x in _first(source, 1)] == [
             min(_length(node._inputs()[0]), int(node._batch_size))
@@ -275,7 +276,7 @@ def _measure(source: Any) -> tuple[int, int, list[int] | None]:
 def batches_of(source: Any) -> list[int] | None:
     """Return what tells how many rows each batch has; None if they would have to be read."""
     node = below(source, _ELEMENTWISE)
-    if kind_of(node) not in ("Batch", "ParallelBatch", "PaddedBatch"):
+    if kind_of(node) not in _OF_ELEMENTS:
         return None
     length = int(node._inputs()[0].cardinality())
     if length == tf.data.UNKNOWN_CARDINALITY or changes_rows(source, _ELEMENTWISE):
