@@ -16,9 +16,10 @@ from hvd_keras.gradients import missing_calls, shards
 from hvd_keras.runtime import agree, flight
 from hvd_keras.runtime.process_sets import ProcessSet
 
-# "equal" on all ranks; a "gradient", or linear in it; "changed", another function of one; or of
-# "data" alone, such as an estimate of a gradient.
-_Kind = Literal["equal", "gradient", "changed", "data"]
+# "equal" on all ranks; so, and made of what a distributed tape has returned: "exchanged"; a
+# "gradient", or linear in it; "changed", another function of one; or of "data" alone, such as an
+# estimate of a gradient.
+_Kind = Literal["equal", "exchanged", "gradient", "changed", "data"]
 
 # Linear in all inputs; products are linear in one, if the others are equal on all ranks.
 _LINEAR = {
@@ -29,7 +30,7 @@ _LINEAR = {
 }
 _PRODUCTS = {"Mul", "RealDiv", "Div", "DivNoNan", "MatMul", "BatchMatMulV2", "Einsum"}
 _OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike"}
-_ON_ALL_RANKS = {"Const", "HvdAllreduce", "HvdAllgather", "HvdBroadcast"}
+_ON_ALL_RANKS = {"HvdAllreduce", "HvdAllgather", "HvdBroadcast"}
 _ASSIGNMENTS = {"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"}
 _DEPTH = 60  # beyond which no gradient is looked for
 
@@ -81,7 +82,7 @@ def check(name: str, gradients: Sequence[Any], variables: Sequence[Any], process
         line = _changed_eagerly(name, pairs)
     else:
         walk = _Walk()
-        changes = any(walk.changes(getattr(one, "values", one)) for one, _ in pairs)
+        changes = any(walk.kind(one) == "changed" for one, _ in pairs)
         line = _line(walk.culprit.traceback) if changes else ""
     if line:
         missing_calls.tell(
@@ -119,8 +120,8 @@ def were_exchanged(
     if all(hasattr(gradient, "_hvd_reduced") for gradient, _ in pairs) or not pairs:
         found = bool(pairs)
     elif not tf.executing_eagerly():
-        walk = _Walk()
-        found = all(walk.is_exchanged(getattr(g, "values", g), variables) for g, _ in pairs)
+        walk = _Walk(variables)
+        found = all(walk.kind(one) == "exchanged" for one, _ in pairs) and not walk.is_doubtful
     elif found := all(variable in _of_distributed for _, variable in pairs):
         # All ranks come here, as all have called the tape; the script may do more on some of them.
         mine = not any(variable in _of_others for _, variable in pairs)
@@ -134,54 +135,25 @@ def were_exchanged(
 class _Walk:
     """Goes back from gradients in graphs, to what tapes have returned."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: Sequence[Any] = ()) -> None:
+        """``weights`` are known to be equal on all ranks."""
         self.culprit: Any = None  # the op that changes a gradient
+        self.is_doubtful = False  # what is taken to be equal on all ranks may not be
+        known = [shards.inner_variable(w) for w in weights if hasattr(w, "assign")]
+        # Variables of TensorFlow 1 may have no handle.
+        self._weights = {id(one.handle) for one in known if hasattr(one, "handle")}
         self._known: dict[Any, _Kind] = {}
         self._outer: dict[Any, Any] = {}  # what inputs of inner functions are
 
-    def changes(self, tensor: Any) -> bool:
-        return hasattr(tensor, "graph") and self._kind(tensor, 0) == "changed"
-
-    def is_exchanged(self, tensor: Any, weights: Sequence[Any]) -> bool:
-        """Whether all that a tensor of a graph is made of is what distributed tapes have returned.
-
-        Beside it, there may be constants, scalars and ``weights``, which all ranks have.
-        """
-        known = [shards.inner_variable(w) for w in weights if hasattr(w, "assign")]
-        handles = {id(getattr(one, "handle", None)) for one in known}  # TensorFlow 1 may have none
-        found: dict[Any, str] = {}  # "exchanged", "equal" on all ranks, or "unknown"
-
-        def of(one: Any, depth: int) -> str:
-            if not hasattr(one, "graph"):
-                return "equal" if one.dtype != tf.resource or id(one) in handles else "unknown"
-            key = id(one.graph), one.name
-            if key not in found:
-                found[key] = "unknown"  # if it leads here again
-                found[key] = of_op(one, depth + 1) if depth <= _DEPTH else "unknown"
-            return found[key]
-
-        def of_op(one: Any, depth: int) -> str:
-            op = one.op
-            if one.name in _exchanged.get(one.graph, ()):
-                return "exchanged"
-            if op.type in _OF_SHAPES or op.type in _ON_ALL_RANKS:
-                return "equal"
-            if op.type == "Placeholder":
-                outer = self._captured(one)
-                return "unknown" if outer is None else of(outer, depth)
-            if op.type == "ReadVariableOp":
-                return "equal" if one.shape.rank == 0 else of(op.inputs[0], depth)
-            if op.op_def.is_stateful or not op.inputs:
-                return "unknown"
-            kinds = {of(part, depth) for part in op.inputs}
-            return next(kind for kind in ("unknown", "exchanged", "equal") if kind in kinds)
-
-        return of(tensor, 0) == "exchanged"
+    def kind(self, gradient: Any) -> _Kind:
+        return self._kind(getattr(gradient, "values", gradient), 0)
 
     def _kind(self, tensor: Any, depth: int) -> _Kind:
         if not hasattr(tensor, "graph"):  # a value that the graph has captured
             return "equal"
         key = id(tensor.graph), tensor.name
+        if tensor.name in _exchanged.get(tensor.graph, ()):
+            return "exchanged"
         if tensor.name in missing_calls.of_tapes.get(tensor.graph, ()):
             return "gradient"
         if depth > _DEPTH:
@@ -197,9 +169,10 @@ class _Walk:
             outer = self._captured(tensor)
             return "data" if outer is None else self._kind(outer, depth)
         if op.type.startswith("Hvd") or op.type in _OF_SHAPES:
+            self.is_doubtful |= op.type not in _OF_SHAPES | _ON_ALL_RANKS
             return "equal"
         if op.type in ("ReadVariableOp", "ResourceGather"):
-            return self._of_variable(op.inputs[0], depth)
+            return self._of_variable(op.inputs[0], depth, tensor.shape.rank == 0)
         if op.type.endswith("PartitionedCall"):
             inner = getattr(op.graph._get_function(op.get_attr("f").name), "graph", None)
             if inner is not None and len(inner.inputs) == len(op.inputs):
@@ -210,8 +183,9 @@ class _Walk:
         if "changed" in kinds:
             return "changed"
         if "gradient" not in kinds:
-            is_drawn = op.op_def.is_stateful
-            return "data" if is_drawn or "data" in kinds else "equal"
+            if op.op_def.is_stateful or "data" in kinds:
+                return "data"
+            return "exchanged" if "exchanged" in kinds else "equal"
         is_product = op.type in _PRODUCTS and kinds.count("gradient") == 1
         is_product &= not ("Div" in op.type and kinds[1] == "gradient")
         if "data" not in kinds and (op.type in _LINEAR or is_product):
@@ -230,7 +204,7 @@ class _Walk:
         outer = {own.name: outer for own, outer in captures}
         return outer.get(tensor.name, self._outer.get((id(graph), tensor.name)))
 
-    def _of_variable(self, handle: Any, depth: int) -> _Kind:
+    def _of_variable(self, handle: Any, depth: int, is_scalar: bool) -> _Kind:
         """That of what the graphs assign to a variable, such as one that adds up gradients."""
         kinds = set()
         while hasattr(handle, "graph"):
@@ -238,6 +212,7 @@ class _Walk:
                 if op.type in _ASSIGNMENTS:
                     kinds.add(self._kind(op.inputs[1], depth))
             handle = self._captured(handle) if handle.op.type == "Placeholder" else None
+        self.is_doubtful |= not is_scalar and id(handle) not in self._weights
         return next((kind for kind in ("changed", "data", "gradient") if kind in kinds), "equal")
 
 
