@@ -32,6 +32,7 @@ _PRODUCTS = {"Mul", "RealDiv", "Div", "DivNoNan", "MatMul", "BatchMatMulV2", "Ei
 _OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike"}
 _ON_ALL_RANKS = {"HvdAllreduce", "HvdAllgather", "HvdBroadcast"}
 _ASSIGNMENTS = {"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"}
+_CLIP = " Or let the optimizer clip: it does so after the average."
 _DEPTH = 60  # beyond which no gradient is looked for
 
 # In eager code, by variable: the sum since the last update, if a script has changed gradients.
@@ -72,26 +73,38 @@ def forget(sources: Iterable[Any]) -> None:
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def check(name: str, gradients: Sequence[Any], variables: Sequence[Any], process_set: Any) -> None:
+def check(
+    name: str,
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
+    process_set: ProcessSet,
+    shared: Sequence[Any] = (),
+) -> None:
     """Warn if a script has changed gradients of this rank, other than by the same on all ranks.
 
-    With ``HVD_STRICT`` raise a ValueError.
+    Or if it has moved ``shared`` weights by them, before; seen in graphs only. With ``HVD_STRICT``
+    raise a ValueError.
     """
     pairs = [pair for pair in zip(gradients, variables, strict=False) if pair[0] is not None]
+    moved = ""
     if tf.executing_eagerly():
         line = _changed_eagerly(name, pairs)
     else:
         walk = _Walk()
         changes = any(walk.kind(one) == "changed" for one, _ in pairs)
         line = _line(walk.culprit.traceback) if changes else ""
-    if line:
-        missing_calls.tell(
-            f"gradients are changed before they are averaged over the ranks, at {line}: by each "
-            f"rank's own rows, so {process_set.size()} ranks do not train as one process. Change "
-            "the gradients over all ranks: tape = hvd.DistributedGradientTape(tape), before "
-            "tape.gradient(...). Or let the optimizer clip: it does so after the average.",
-            process_set,
-        )
+        moved = next(filter(None, map(walk.moved, shared)), "")
+    for what, where, advice in (
+        ("gradients are changed before they are averaged over the ranks", line, _CLIP),
+        ("weights are moved by gradients of one rank, before the step of the optimizer", moved, ""),
+    ):
+        if where:
+            missing_calls.tell(
+                f"{what}, at {where}: by each rank's own rows, so {process_set.size()} ranks do "
+                "not train as one process. Take gradients over all ranks: tape = "
+                f"hvd.DistributedGradientTape(tape), before tape.gradient(...).{advice}",
+                process_set,
+            )
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -147,6 +160,16 @@ class _Walk:
 
     def kind(self, gradient: Any) -> _Kind:
         return self._kind(getattr(gradient, "values", gradient), 0)
+
+    def moved(self, weight: Any) -> str:
+        """Where a function assigns to a weight what is made of this rank's gradients, or ""."""
+        handle = getattr(shards.inner_variable(weight), "handle", None)
+        for outer, own in getattr(tf.compat.v1.get_default_graph(), "captures", ()):
+            for op in own.consumers() if outer is handle else ():
+                changed = op.type in _ASSIGNMENTS and self._kind(op.inputs[1], 0)
+                if changed in ("gradient", "changed"):
+                    return _line(op.traceback)
+        return ""
 
     def _kind(self, tensor: Any, depth: int) -> _Kind:
         if not hasattr(tensor, "graph"):  # a value that the graph has captured

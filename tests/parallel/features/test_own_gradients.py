@@ -118,6 +118,40 @@ def test_gradients_of_all_ranks_may_be_changed(eager: bool, monkeypatch) -> None
     assert not any("gradients are changed" in text for text in told), told
 
 
+class Sharpness(Step):
+    """Takes the gradient where a first one leads (SAM, Foret et al. 2021)."""
+
+    def train_step(self, data):
+        x, y = data
+        weights = self.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x) - y))
+        moves = [g / 8 for g in self.tape(tape).gradient(loss, weights)]
+        before = [tf.identity(w) for w in weights]
+        for weight, move in zip(weights, moves, strict=True):
+            weight.assign_add(move)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x) - y))
+        gradients = tape.gradient(loss, weights)
+        for weight, value in zip(weights, before, strict=True):
+            weight.assign(value)
+        self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("tape", [lambda tape: tape, hvd.DistributedGradientTape])
+@pytest.mark.parametrize("options", [{}, {"jit_compile": True}, {"steps_per_execution": 2}])
+def test_weights_moved_by_own_gradients_are_told(tape, options, monkeypatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(log, "warn_once", told.append)
+    fit(type("Own", (Sharpness,), {"tape": staticmethod(tape)}), **options)
+    fit(Step, **options)  # the second of two steps in one graph finds what the first has assigned
+    told = [text for text in told if "weights are moved by gradients of one rank" in text]
+    is_own = tape is not hvd.DistributedGradientTape
+    assert bool(told) == (is_own and RANK == 0), told
+    assert all(f"{__file__}:" in text for text in told), told
+
+
 class Skipping(Step):
     """Skips steps whose loss is not finite."""
 
