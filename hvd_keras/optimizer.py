@@ -203,7 +203,7 @@ def local_variables(layers: keras.layers.Layer | Iterable[keras.layers.Layer] | 
     """All variables of built layers that belong to this rank alone; ValueError for others."""
     if layers is None:
         return []
-    is_one = isinstance(layers, keras.layers.Layer) or not isinstance(layers, Iterable)
+    is_one = isinstance(layers, (keras.layers.Layer, str)) or not isinstance(layers, Iterable)
     layers = [layers] if is_one else list(layers)
     for layer in layers:
         if not isinstance(layer, keras.layers.Layer):

@@ -99,8 +99,8 @@ def broadcast_preprocessing(
         process_set: the ranks that take part.
 
     Raises:
-        ValueError: (on every rank) the ranks' layers differ, or a layer cannot take over the state,
-            for example because it was used with a vocabulary of another size.
+        ValueError: (on every rank) the ranks' layers differ, one is no layer, or one cannot take
+            over the state, for example because it was used with a vocabulary of another size.
 
     Example:
         lookup = keras.layers.StringLookup()
@@ -112,10 +112,17 @@ def broadcast_preprocessing(
     if process_set.size() == 1:
         return
     layers = layers if isinstance(layers, list | tuple) else [layers]
-    mine = [layer for layer in _flat(layers) if _learns(layer)]
-    learnt = None
-    if rank_info.rank() == root_rank:
-        learnt = [(type(layer).__name__, _learnt(layer)) for layer in mine]
+    mine: list[Any] = []
+
+    def find() -> Any:
+        if others := [one for one in layers if not hasattr(one, "_flatten_layers")]:
+            raise ValueError(f"got {others[0]!r}, expected layers of Keras.")
+        mine.extend(layer for layer in _flat(layers) if _learns(layer))
+        if rank_info.rank() == root_rank:
+            return [(type(layer).__name__, _learnt(layer)) for layer in mine]
+        return None
+
+    learnt = agree.on_all_ranks("hvd.broadcast_preprocessing", find, process_set)
     name = "preprocessing.broadcast"
     learnt = objects.broadcast_object(learnt, root_rank, name=name, process_set=process_set)
 

@@ -164,6 +164,8 @@ def test_a_root_that_has_learnt_nothing_is_refused(kind: str) -> None:
         layer.adapt(OTHER if kind == "StringLookup" else share())
     with pytest.raises(ValueError, match=r"is adapted here, but not on the root: adapt it there"):
         hvd.broadcast_preprocessing(layer)
+    with pytest.raises(ValueError, match="got 'red', expected layers of Keras"):
+        hvd.broadcast_preprocessing("red" if RANK == 0 else layer)
 
 
 @several

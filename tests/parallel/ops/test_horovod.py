@@ -251,8 +251,9 @@ def test_local_and_global_gradients(is_graph: bool) -> None:
         step = tf.function(gradients) if is_graph else gradients
         np.testing.assert_allclose(np.ravel(step(make, **options)), expected, rtol=1e-6)
     for make in (hvd.PartialDistributedGradientTape, horovod.keras.PartialDistributedOptimizer):
-        with pytest.raises(ValueError, match="expected layers of Keras"):
-            make(tf.GradientTape(), local_layers=["dense"])
+        for layers in ("dense", ["dense"]):
+            with pytest.raises(ValueError, match="has 'dense', expected layers of Keras"):
+                make(tf.GradientTape(), local_layers=layers)
 
 
 @pytest.mark.parametrize("module", KERAS_MODULES, ids=lambda module: module.__name__)
