@@ -62,7 +62,8 @@ class _Recorder:
         self._write(json.dumps(about))
         # The launcher ends the others like this when a rank has failed. Later handlers win.
         faulthandler.register(signal.SIGTERM, self._stacks, chain=True)
-        if not faulthandler.is_enabled():
+        self._is_handler = not faulthandler.is_enabled()
+        if self._is_handler:
             faulthandler.enable(self._stacks)
         # The core writes a byte when requests fail, and waits until it gets one back.
         self._own, self._core = socket.socketpair()
@@ -72,7 +73,8 @@ class _Recorder:
             libraries.core().hvd_record_requests(file.fileno(), self._core.fileno())
             if settings.read().postmortem_is_asked:  # it takes microseconds of each call
                 self._calls = mmap.mmap(file.fileno(), FILE_BYTES)
-        threading.Thread(target=self._listen, name="hvd_postmortem", daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, name="hvd_postmortem", daemon=True)
+        self._listener.start()
 
     def _write(self, line: str) -> None:
         self._stacks.write(line.encode() + b"\n")
@@ -133,7 +135,12 @@ class _Recorder:
     def stop(self, *, keep: bool) -> None:
         """End the recording; remove the files unless requests have failed."""
         faulthandler.unregister(signal.SIGTERM)
+        if self._is_handler:
+            faulthandler.disable()
         self._core.shutdown(socket.SHUT_RDWR)
+        self._listener.join()
+        for one in (self._own, self._core, self._stacks):
+            one.close()
         if not keep and not self._keep:
             for path in self._paths:
                 path.unlink(missing_ok=True)
