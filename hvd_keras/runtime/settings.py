@@ -3,6 +3,7 @@
 The core reads its own settings in native/core/base/settings.h.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import functools
@@ -276,6 +277,9 @@ def parent_rank() -> int | None:
     return int(rank) if os.path.exists(f"/proc/{process}") else None
 
 
+_hvdrun: socket.socket | None = None
+
+
 def tell_hvdrun(**message: Any) -> None:
     """Tell hvdrun, if it has started this process, something about this rank.
 
@@ -284,17 +288,22 @@ def tell_hvdrun(**message: Any) -> None:
     Args:
         message: ``mark``, one of those above, or ``statistics``, a dict.
     """
+    global _hvdrun
     if (path := os.environ.get("HVDRUN_TELL")) is None:
         return
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ear:
-        ear.settimeout(1.0)
-        # The address of a socket has at most 107 characters.
-        folder = os.open(os.path.dirname(path), os.O_PATH)
-        try:
-            ear.connect(f"/proc/self/fd/{folder}/{os.path.basename(path)}")
-        finally:
-            os.close(folder)
-        ear.send(json.dumps(message).encode())
+    with contextlib.suppress(OSError):
+        if _hvdrun is None:
+            ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            atexit.register(ear.close)
+            ear.settimeout(1.0)
+            # The address of a socket has at most 107 characters.
+            folder = os.open(os.path.dirname(path), os.O_PATH)
+            try:
+                ear.connect(f"/proc/self/fd/{folder}/{os.path.basename(path)}")
+            finally:
+                os.close(folder)
+            _hvdrun = ear
+        _hvdrun.send(json.dumps(message).encode())
 
 
 def hvdrun_folder() -> pathlib.Path | None:

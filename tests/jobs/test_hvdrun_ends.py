@@ -331,6 +331,18 @@ def test_a_ranks_reports_survive_the_removal_of_its_files(hvdrun):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_what_a_rank_has_opened_is_closed_at_its_end(hvdrun):
+    script = """
+        import warnings
+        import hvd_keras as hvd
+
+        warnings.simplefilter("always", ResourceWarning)
+        hvd.init()
+    """
+    done = hvdrun.python(2, script)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_output_of_what_a_rank_has_left_behind_does_not_keep_hvdrun(hvdrun):
     done = hvdrun.run("-np", "1", "sh", "-c", "echo mine; yes & exit 0")
     assert (done.returncode, done.stdout[:9]) == (0, "[0] mine\n")
