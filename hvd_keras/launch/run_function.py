@@ -69,27 +69,30 @@ def run(
     return [cloudpickle.loads(result) for result in call(function, command)]
 
 
+def _print(line: str, name: str) -> None:
+    print(line, end="", flush=True, file=getattr(sys, name))  # as Python does: a notebook shows it
+
+
 def call(
     function: bytes,
     options: Sequence[str],
     *,
     name: str = "hvd_keras.run",
-    out: Any = None,
-    err: Any = None,
+    show: Callable[[str, str], None] = _print,
     **process: Any,
 ) -> list[bytes]:
     """Call a pickled function with its arguments on all ranks; raises as ``run``.
 
     `function` is the pickle of the function, a tuple and a dict of arguments. `name` begins the
-    text of an error. The files `out` and `err` get hvdrun's output line by line. `process` are
-    further arguments of ``Popen`` for hvdrun. Returns the pickled results, in rank order.
+    text of an error. `show` gets each line of hvdrun's output, and "stdout" or "stderr". `process`
+    are further arguments of ``Popen`` for hvdrun. Returns the pickled results, in rank order.
     """
     with tempfile.TemporaryDirectory(prefix="hvdrun-call-") as folder:
         Path(folder, FUNCTION).write_bytes(function)
         command = [sys.executable, "-m", "hvd_keras.hvdrun"]
         command += ["--call", str(os.getpid()), folder, *options]
         command += [sys.executable, "-m", "hvd_keras.launch.run_function"]
-        status, errors = _follow(command, out or sys.stdout, err or sys.stderr, process)
+        status, errors = _follow(command, show, process)
         if status != 0:
             refused = status == 2 and not Path(folder, STARTED).exists()
             raise (ValueError if refused else RuntimeError)(f"{name}: {errors.strip()}")
@@ -99,14 +102,14 @@ def call(
 
 
 def _follow(
-    command: Sequence[str], out: Any, err: Any, process: Mapping[str, Any]
+    command: Sequence[str], show: Callable[[str, str], None], process: Mapping[str, Any]
 ) -> tuple[int, str]:
-    """Run hvdrun and print its output as Python does, which a notebook shows."""
+    """Run hvdrun; returns its exit status, and the last lines of its own on stderr."""
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     how = {**pipes, "text": True, "errors": "replace", "start_new_session": True, **process}
     with subprocess.Popen(command, **how) as hvdrun:
         last: list[str] = []
-        streams: Any = ((hvdrun.stdout, out, []), (hvdrun.stderr, err, last))
+        streams: Any = ((hvdrun.stdout, "stdout", show, []), (hvdrun.stderr, "stderr", show, last))
         threads = [threading.Thread(target=_relay, args=stream) for stream in streams]
         for thread in threads:
             thread.start()
@@ -122,11 +125,10 @@ def _follow(
     return status, "".join(last)
 
 
-def _relay(source: IO[str], target: Any, last: list[str]) -> None:
-    """Copy lines, and keep the last of hvdrun's own."""
+def _relay(source: IO[str], name: str, show: Callable[[str, str], None], last: list[str]) -> None:
+    """Show lines, and keep the last of hvdrun's own."""
     for line in source:
-        target.write(line)
-        target.flush()
+        show(line, name)
         if not re.match(r"\[\d+\] (?!hvdrun: )", line):
             last.append(line)
             del last[:-LAST_LINES]

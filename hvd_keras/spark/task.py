@@ -5,6 +5,7 @@ that the driver sees which one was lost first, and no task of a stage that Spark
 """
 
 import contextlib
+import functools
 import json
 import socket
 import sys
@@ -22,22 +23,12 @@ CONNECT_TIMEOUT = 10.0
 FIRST_RANK = "[0] "
 
 
-class _Shown:
-    """A file that shows the lines of rank 0 to the driver and all lines in the executor's log."""
-
-    def __init__(self, link: Link, name: str) -> None:
-        self._link, self._name = link, name
-
-    def write(self, line: str) -> None:
-        """Take a line."""
-        sys.stderr.write(line)
-        if line.startswith(FIRST_RANK):
-            with contextlib.suppress(OSError):  # the driver is gone, and Spark ends the task
-                self._link.send(line=line.removeprefix(FIRST_RANK), to=self._name)
-
-    def flush(self) -> None:
-        """Flush the executor's log."""
-        sys.stderr.flush()
+def _show(link: Link, line: str, name: str) -> None:
+    """Show the lines of rank 0 to the driver, and all lines in the executor's log."""
+    print(line, end="", flush=True, file=sys.stderr)
+    if line.startswith(FIRST_RANK):
+        with contextlib.suppress(OSError):  # the driver is gone, and Spark ends the task
+            link.send(line=line.removeprefix(FIRST_RANK), to=name)
 
 
 def work(
@@ -91,6 +82,6 @@ def _lead(
     if problem := call.problem(places):
         return ValueError(f"{call.name}: {problem}")
     try:
-        return call.start(function, places, out=_Shown(link, "stdout"), err=_Shown(link, "stderr"))
+        return call.start(function, places, show=functools.partial(_show, link))
     except (ValueError, RuntimeError) as error:  # not raised here: Spark would repeat the stage
         return error
