@@ -47,7 +47,6 @@ SETTING_OPTIONS: dict[str, tuple[str, Callable[[str], str]]] = {
     "--stall-check-warning-time-seconds": ("HVD_STALL_WARNING_SECONDS", str),
     "--stall-check-shutdown-time-seconds": ("HVD_TIMEOUT_SECONDS", str),
 }
-NO_STALL_CHECK = ("--no-stall-check", ("HVD_STALL_WARNING_SECONDS", "0"))
 
 # Options without effect, by how many words follow them.
 NO_EFFECT = {
@@ -82,11 +81,12 @@ class _NoCounterpart(argparse.Action):
         say(f"{option} of horovodrun has no effect here")
 
 
-# Horovod's settings that have a counterpart.
+# Horovod's settings that have a counterpart, and how its value is made; empty: as without it.
 SETTINGS: dict[str, tuple[str, Callable[[str], str]]] = {
     "HOROVOD_FUSION_THRESHOLD": ("HVD_BUCKET_BYTES", lambda text: text if text != "0" else "1"),
     "HOROVOD_LOG_LEVEL": ("HVD_LOG_LEVEL", _log_level),
     "HOROVOD_STALL_CHECK_TIME_SECONDS": ("HVD_STALL_WARNING_SECONDS", str),
+    "HOROVOD_STALL_CHECK_DISABLE": ("HVD_STALL_WARNING_SECONDS", lambda text: "0" * (text != "0")),
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": ("HVD_TIMEOUT_SECONDS", str),
     "HOROVOD_TIMELINE": ("HVD_TIMELINE", str),
 }
@@ -100,13 +100,10 @@ def settings(environment: Mapping[str, str]) -> dict[str, str]:
     others = environment.get("PYTHONPATH")
     found = {"PYTHONPATH": os.pathsep.join(filter(None, [PATH, others]))}
     for theirs, (ours, convert) in SETTINGS.items():
-        if environment.get(theirs) and not environment.get(ours):
-            found[ours] = convert(environment[theirs])
-            say_once(f"{theirs} is {ours}={found[ours]} here")
-    theirs, (ours, off) = "HOROVOD_STALL_CHECK_DISABLE", NO_STALL_CHECK[1]
-    if environment.get(theirs, "0") != "0" and not environment.get(ours):
-        found[ours] = off
-        say_once(f"{theirs} is {ours}={off} here")
+        given = environment.get(theirs)
+        if given and not environment.get(ours) and (value := convert(given)):
+            found[ours] = value
+            say_once(f"{theirs} is {ours}={value} here")
     return found
 
 
@@ -122,7 +119,8 @@ def _add_to(parser: argparse.ArgumentParser) -> None:
     for flag, (name, convert) in SETTING_OPTIONS.items():
         pair = functools.partial(lambda name, convert, text: (name, convert(text)), name, convert)
         add(flag, dest="settings", action="append", type=pair)
-    add(NO_STALL_CHECK[0], dest="settings", action="append_const", const=NO_STALL_CHECK[1])
+    off = ("HVD_STALL_WARNING_SECONDS", "0")
+    add("--no-stall-check", dest="settings", action="append_const", const=off)
     for count, flags in NO_EFFECT.items():
         add(*flags.split(), action=_NoCounterpart, dest=argparse.SUPPRESS, nargs=count)
     add(*REFUSED, action=_NoCounterpart, dest=argparse.SUPPRESS, nargs="?")
