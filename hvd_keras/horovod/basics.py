@@ -21,11 +21,7 @@ from hvd_keras.runtime.reductions import chosen
 class ProcessSet(own.ProcessSet):
     """``hvd_keras.ProcessSet``; its number is used again after it was removed.
 
-    Args:
-        ranks_or_comm: as in ``hvd_keras.ProcessSet``.
-
-    Raises:
-        ValueError: as ``hvd_keras.ProcessSet``, and for what is neither ranks nor a communicator.
+    What is neither ranks nor a communicator is a ValueError.
     """
 
     _number: int | None = None  # that of hvd_keras, which graphs may hold
@@ -149,11 +145,7 @@ def _tell() -> None:
 
 
 class HorovodBasics:
-    """What Horovod's modules ask about the job: the functions of hvd_keras.
-
-    Args:
-        pkg_path, args: accepted for Horovod's scripts: one library exists.
-    """
+    """What Horovod's modules ask about the job: the functions of hvd_keras, of one library."""
 
     init = staticmethod(init)
 

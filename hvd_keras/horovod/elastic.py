@@ -279,11 +279,9 @@ class _StateCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class CommitStateCallback(_StateCallback):
-    """Commits the state while ``fit`` runs. Put it behind those that update the state.
+    """Commits the state after so many batches of ``fit``, and at the end of each epoch.
 
-    Args:
-        state: what to commit.
-        batches_per_commit: after how many batches; also at the end of each epoch.
+    Put it behind those that update the state.
     """
 
     def __init__(self, state: ObjectState, batches_per_commit: int = 1) -> None:
@@ -304,11 +302,7 @@ class CommitStateCallback(_StateCallback):
 
 
 class UpdateBatchStateCallback(_StateCallback):
-    """Keeps ``state.batch`` at the number of batches of the epoch that are done.
-
-    Args:
-        state: has an attribute ``batch``.
-    """
+    """Keeps ``state.batch`` at the number of batches of the epoch that are done."""
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self.state.batch = batch + 1
@@ -318,11 +312,7 @@ class UpdateBatchStateCallback(_StateCallback):
 
 
 class UpdateEpochStateCallback(_StateCallback):
-    """Keeps ``state.epoch`` at the number of epochs that are done, in all starts together.
-
-    Args:
-        state: has an attribute ``epoch``.
-    """
+    """Keeps ``state.epoch`` at the number of epochs that are done, in all starts together."""
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._before: int | None = None

@@ -103,12 +103,7 @@ def broadcast_global_variables(root_rank: int) -> Any:
 
 
 class BroadcastGlobalVariablesCallback(callbacks.BroadcastGlobalVariablesCallback):  # type: ignore[misc]
-    """``hvd_keras.callbacks.BroadcastGlobalVariablesCallback``.
-
-    Args:
-        root_rank, local_variables: as in ``hvd_keras.callbacks``.
-        device: not needed: TensorFlow chooses.
-    """
+    """That of ``hvd_keras``, which needs no ``device``: TensorFlow chooses."""
 
     def __init__(
         self, root_rank: int, device: str = "", local_variables: Iterable[Any] | None = None
@@ -117,23 +112,16 @@ class BroadcastGlobalVariablesCallback(callbacks.BroadcastGlobalVariablesCallbac
 
 
 class MetricAverageCallback(callbacks.MetricAverageCallback):  # type: ignore[misc]
-    """``hvd_keras.callbacks.MetricAverageCallback``.
-
-    Args:
-        device: not needed: TensorFlow chooses.
-    """
+    """That of ``hvd_keras``, which needs no ``device``: TensorFlow chooses."""
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
 
 
 class LearningRateScheduleCallback(callbacks.LearningRateScheduleCallback):  # type: ignore[misc]
-    """``hvd_keras.callbacks.LearningRateScheduleCallback``, where a number decays.
+    """That of ``hvd_keras``, but a number is raised to the epochs since ``start_epoch``.
 
-    Args:
-        multiplier: a function of the epoch, or a number that is raised to the epochs since
-            ``start_epoch``, as in Horovod's code; its documentation says that it holds.
-        others: as in ``hvd_keras.callbacks``.
+    So it is in Horovod's code; its documentation says that it holds.
     """
 
     def __init__(
@@ -154,9 +142,6 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
     """``keras.callbacks.ModelCheckpoint(save_best_only=True)`` without a path.
 
     Horovod's Spark estimators set the path; without them, set ``callback.filepath``.
-
-    Args:
-        monitor, verbose, save_weights_only, mode, save_freq: as in Keras.
 
     Raises:
         ValueError: (in ``fit``) the path is missing.
