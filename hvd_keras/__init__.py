@@ -52,11 +52,7 @@ TENSORFLOW_VERSIONS = ">=2.16,<2.23"
 
 
 def no_tensorflow(python: str) -> str:
-    """Return what to do where TensorFlow is missing, in two lines.
-
-    Args:
-        python: the path of the Python that has none.
-    """
+    """Return what to do where the Python of this path has no TensorFlow, in two lines."""
     return (
         f"hvd_keras needs TensorFlow, and {python} has none. Run\n"
         f"'{python} -m pip install \"tensorflow{TENSORFLOW_VERSIONS}\"', or "

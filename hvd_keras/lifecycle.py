@@ -152,7 +152,6 @@ _is_prepared = False
 
 
 def _join(comm: Any) -> None:
-    """Become a rank of a job."""
     global _is_prepared
     _is_prepared = False
     core = libraries.core()

@@ -137,7 +137,6 @@ class _Publisher(threading.Thread):
         self._path = folder and folder / f"stats-{self._rank}.json"
 
     def run(self) -> None:
-        """From Thread."""
         while not self.over.wait(PERIOD):
             with contextlib.suppress(OSError):  # the last attempt will tell
                 self._write()

@@ -57,7 +57,6 @@ class ObjectState:
         self._reset_callbacks += callbacks
 
     def on_reset(self) -> None:
-        """Call them."""
         for callback in self._reset_callbacks:
             callback()
 

@@ -67,7 +67,6 @@ class JobSpec:
     def plan(
         self, placement: Placement, directory: Path, job: str, secret: str, addresses: str
     ) -> Plan:
-        """Plan how to start the ranks' workers."""
         given, dialect = self.options, self.dialect
         interface = given.network_interface
         made = Plan(

@@ -171,7 +171,6 @@ class Ranks:
             self.changed()
 
     async def _take(self, peer: _Peer, message: dict[str, Any]) -> None:
-        """Handle a message."""
         report = peer.report
         if "output" in message:
             stream = self.output.stream(report.rank, message["output"])
@@ -312,7 +311,6 @@ class Ranks:
         )
 
     def tell(self, **message: Any) -> None:
-        """Send all workers a message."""
         for peer in self._peers.values():
             peer.send(**message)
 

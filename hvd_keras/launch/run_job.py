@@ -249,7 +249,6 @@ _NO_INPUT = "EOFError: EOF when reading a line"
 
 
 def _conclusion(folder: Path, more: str = "") -> str:
-    """Say what the files of the ranks' requests show."""
     try:
         return f"postmortem: {postmortem.conclusion(folder)}{more}"
     except (OSError, ValueError) as error:
@@ -279,7 +278,6 @@ class Job:
     _place: str = ""  # where ranks were that have ended without a traceback
 
     async def run(self) -> Verdict:
-        """Run the job to its end and judge its outcome."""
         spec, options, output = self._spec, self._spec.options, self._output
         folder = None if options.postmortem is None else _new_folder(options.postmortem)
         if folder is not None:

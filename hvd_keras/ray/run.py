@@ -203,7 +203,6 @@ def _actor(ray: Any, group: Any, number: int, each: Mapping[str, float], runtime
 
 
 def _get(ray: Any, actors: Sequence[Any], answers: list[Any]) -> list[Any]:
-    """Return what the actors answer."""
     try:
         return list(ray.get(answers, timeout=START))
     except ray.exceptions.GetTimeoutError as error:

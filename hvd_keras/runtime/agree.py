@@ -173,10 +173,7 @@ class Request:
 def run(
     kind: str, arrays: Sequence[np.ndarray[Any, Any]], **call: Any
 ) -> list[np.ndarray[Any, Any]]:
-    """Run a collective of arrays; also while a framework traces a function.
-
-    As ``begin``, whose result it calls.
-    """
+    """Run a collective of arrays, as ``begin``; also while a framework traces a function."""
     return begin(kind, arrays, **call)()
 
 

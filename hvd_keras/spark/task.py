@@ -34,15 +34,9 @@ def _show(link: Link, line: str, name: str) -> None:
 def work(
     call: agents.Call, function: bytes, driver: tuple[str, int]
 ) -> list[list[bytes] | Exception]:
-    """Take part in a call.
+    """Take part in a call of a function that is pickled with its arguments.
 
-    Args:
-        call: the call; it comes as Spark's own closures do.
-        function: the pickled function with its arguments.
-        driver: the host and port on which the driver listens.
-
-    Returns:
-        In the first task the ranks' results, or why the call failed. In the others nothing.
+    Returns the ranks' results in the first task, or why the call failed; nothing in the others.
     """
     from pyspark import BarrierTaskContext
 

@@ -48,7 +48,6 @@ class Report:
     orphaned: float = float("inf")
 
     def note(self, mark: str) -> None:
-        """Take a mark."""
         self.marks.add(mark)
         if mark in PHASES:
             self.phase, self.time = mark, time.monotonic()

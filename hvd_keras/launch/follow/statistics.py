@@ -25,7 +25,6 @@ class Statistics:
     past: dict[int, collections.deque[Any]] = field(default_factory=dict)  # by rank
 
     def start(self, size: int) -> None:
-        """Note that the job starts, perhaps again."""
         self.size, self.starts, self.past = size, self.starts + 1, {}
 
     def take(self, rank: int, host: str, numbers: Any) -> None:

@@ -144,7 +144,6 @@ class Placement:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
         return sum(host.slots or 0 for host in self.hosts)
 
     def describe(self) -> str:
