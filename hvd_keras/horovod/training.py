@@ -21,7 +21,6 @@ from hvd_keras.horovod import collectives
 from hvd_keras.horovod.collectives import in_order
 from hvd_keras.layers import model_files
 from hvd_keras.ops.reduction import Compression, Compressor
-from hvd_keras.optimizer import local_variables
 from hvd_keras.runtime.keras import is_legacy, keras
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
@@ -236,7 +235,7 @@ def PartialDistributedGradientTape(  # noqa: N802 (Horovod's name)
     gradtape: Any, local_layers: Any = None, **arguments: Any
 ) -> DistributedGradientTape:
     """``hvd_keras.PartialDistributedGradientTape``."""
-    variables = local_variables(local_layers)
+    variables = distributed.local_variables(local_layers)
     partial = DistributedGradientTape(gradtape, **arguments)
     for variable in variables:
         partial.register_local_source(variable)
