@@ -22,6 +22,7 @@ _JOB = _of(_BASICS, "init sycl_built gpu_available size_op process_set_included_
     "gloo_enabled ddl_built ccl_built rank_op local_rank_op local_size_op start_timeline "
     "stop_timeline",
 )
+_SETS = _of(_BASICS, "ProcessSet add_process_set global_process_set remove_process_set")
 _TENSORFLOW = (
     _JOB
     | _of("", "Average Sum Min Max Product Adasum join SyncBatchNormalization")
@@ -32,7 +33,7 @@ _TENSORFLOW = (
         "grouped_reducescatter alltoall barrier broadcast_ broadcast_variables broadcast_object "
         "broadcast_object_fn allgather_object",
     )
-    | _of(_BASICS, "ProcessSet add_process_set global_process_set remove_process_set")
+    | _SETS
     | _of(f"{_TRAINING}:optimizer_of_tensorflow", "DistributedOptimizer")
     | _of(_TRAINING, "DistributedGradientTape PartialDistributedGradientTape")
     | _of(_TRAINING, "PartialDistributedOptimizer load_model")
@@ -101,9 +102,7 @@ MODULES: dict[str, dict[str, str]] = {
     | _of(_BASICS, "split_list is_version_greater_equal_than"),
     "horovod.common.elastic": _of(_ELASTIC, "State ObjectState run_fn") | _of(_BASICS, _ERRORS),
     "horovod.common.exceptions": _of(_BASICS, f"{_ERRORS} HorovodVersionMismatchError"),
-    "horovod.common.process_sets": _of(
-        _BASICS, "ProcessSet add_process_set global_process_set remove_process_set"
-    ),
+    "horovod.common.process_sets": _SETS,
 }
 
 #: Modules that raise ImportError, with the reason.

@@ -87,7 +87,7 @@ class Worker:
     """One rank's end of the connection to hvdrun, and its command."""
 
     def __init__(self, rank: int, connection: Connection) -> None:
-        self._rank, self._connection = rank, connection
+        self._connection = connection
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()  # a child has ended, or hvdrun has told something
         self._parent = os.getppid()
