@@ -78,19 +78,16 @@ def _path(name: str) -> pathlib.Path | None:
 def read() -> Settings:
     """Read the environment, once per process; ValueError if a variable has an invalid value."""
     size = os.environ.get("HVD_BUCKET_BYTES") or str(Settings.bucket_bytes)
-    if not size.isdecimal() or int(size) == 0:
-        raise ValueError(
-            f"HVD_BUCKET_BYTES is {size!r}, expected a positive number of bytes. Correct or unset "
-            "it."
-        )
+    is_size = size.isdecimal() and int(size) > 0
     level = os.environ.get("HVD_LOG_LEVEL") or Settings.log_level
-    if level.upper() not in LOG_LEVELS:
-        raise ValueError(
-            f"HVD_LOG_LEVEL is {level!r}, expected debug, info, warning or error. Correct or unset "
-            "it."
-        )
-    if (auto := os.environ.get("HVD_AUTO", "")) not in ("", "divided"):
-        raise ValueError(f"HVD_AUTO is {auto!r}, expected divided. Correct or unset it.")
+    auto = os.environ.get("HVD_AUTO", "")
+    for name, text, fits, expected in (
+        ("HVD_BUCKET_BYTES", size, is_size, "a positive number of bytes"),
+        ("HVD_LOG_LEVEL", level, level.upper() in LOG_LEVELS, "debug, info, warning or error"),
+        ("HVD_AUTO", auto, auto in ("", "divided"), "divided"),
+    ):
+        if not fits:
+            raise ValueError(f"{name} is {text!r}, expected {expected}. Correct or unset it.")
     # Variables HVDRUN_… come from the launcher, HVD_… from the user.
     watched = "HVDRUN_JOB" in os.environ
     asked = _path("HVD_POSTMORTEM")
