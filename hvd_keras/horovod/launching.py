@@ -31,7 +31,11 @@ def run(
 ) -> list[Any]:
     """``hvd_keras.run`` with the arguments of ``horovod.run``.
 
-    TypeError for what hvdrun has no option for. With ``verbose`` it prints the command of mpirun.
+    Args:
+        func, args, kwargs, hosts: as in ``hvd_keras.run``.
+        num_proc, np: number of ranks.
+        verbose: whether hvdrun prints the command of mpirun.
+        others: what hvdrun has options for. Others raise TypeError.
     """
     given = {name: value for name, value in others.items() if value is not None}
     _refuse("horovod.run: hvdrun", given.keys() - {*_OPTIONS, *_WITHOUT_EFFECT}, given)
@@ -67,7 +71,11 @@ def spark_run(
 ) -> list[Any]:
     """``hvd.spark.run`` with the arguments of ``horovod.spark.run``.
 
-    TypeError for several ``nics``, and for others than those without effect here.
+    Args:
+        fn, args, kwargs, num_proc, start_timeout, env: as in ``hvd.spark.run``.
+        extra_mpi_args: arguments for mpirun.
+        nics: the interface of the network between the executors' hosts; one.
+        others: arguments of Horovod without effect here. Others raise TypeError.
     """
     given = [name for name, value in others.items() if value is not None]
     _refuse("horovod.spark.run: hvd.spark.run", {*given} - _WITHOUT_EFFECT_ON_SPARK, others)

@@ -173,7 +173,11 @@ class HorovodRunner:
         self.np = np
 
     def run(self, main: Callable[..., Any], **kwargs: Any) -> Any:
-        """Call ``main(**kwargs)`` on all ranks and return the result of rank 0."""
+        """Call ``main(**kwargs)`` on all ranks and return the result of rank 0.
+
+        Raises:
+            As ``hvd.spark.run``.
+        """
         if self.np < 0:
             from hvd_keras.launch import run_function
 
