@@ -18,7 +18,6 @@ import tensorflow as tf
 from hvd_keras import ops
 from hvd_keras.gradients import (
     agreement,
-    buckets,
     clipping,
     comparison,
     joining,
@@ -32,10 +31,11 @@ from hvd_keras.gradients.specs import (
     check_described,
     check_specs,
     describe_optimizer,
+    in_buckets,
     next_name,
     spec_of,
 )
-from hvd_keras.runtime import agree, log, rank_info, settings
+from hvd_keras.runtime import agree, log, rank_info
 from hvd_keras.runtime.keras import keras, replaced, require
 
 
@@ -339,9 +339,7 @@ class Plan:
         chosen = [bucket for bucket in chosen if bucket]
         indices = reversed(range(len(self.specs)))
         rest = [i for i in indices if present[i] and i not in grouped]
-        sizes = [self.specs[i].bytes for i in rest]
-        filled = buckets.fill(sizes, settings.read().bucket_bytes)
-        return [*chosen, *([rest[k] for k in bucket] for bucket in filled)]
+        return [*chosen, *in_buckets(rest, lambda i: self.specs[i].bytes)]
 
 
 class KerasReducer(GradientReducer):

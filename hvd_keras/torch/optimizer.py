@@ -10,9 +10,9 @@ import keras
 import numpy as np
 import torch
 
-from hvd_keras.gradients import buckets, missing_calls, specs
+from hvd_keras.gradients import missing_calls, specs
 from hvd_keras.gradients.values import Values
-from hvd_keras.runtime import agree, rank_info, settings
+from hvd_keras.runtime import agree, rank_info
 from hvd_keras.runtime.keras import innermost, replaced
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.runtime.reductions import Average, Max, ReduceOp, check_of_gradients
@@ -113,10 +113,8 @@ class Ahead:
         self._values = values
         # Hooks live as long as variables, which may get another optimizer.
         self._sender = weakref.WeakMethod(send)
-        order = list(reversed(range(len(values))))  # backpropagation makes the last first
-        sizes = [values[i].nbytes for i in order]
-        filled = buckets.fill(sizes, settings.read().bucket_bytes)
-        self._buckets = [[order[k] for k in bucket] for bucket in filled]
+        order = reversed(range(len(values)))  # backpropagation makes the last first
+        self._buckets = specs.in_buckets(order, lambda i: values[i].nbytes)
         self.sent: dict[int, Any] = {}  # requests, by bucket
         self._is_stale = False  # a gradient has changed since it was sent
         self._given: dict[int, Any] = {}  # the states of what was sent, by variable
@@ -326,11 +324,10 @@ class Reducer:
         if self.process_set.size() == 1:
             return list(grads)
         present = [i for i, g in enumerate(grads) if g is not None and i not in done][::-1]
-        sizes = [grads[i].nbytes for i in present]
-        requests = []
-        for bucket in buckets.fill(sizes, settings.read().bucket_bytes):
-            own = [present[k] for k in bucket]
-            requests.append((own, self._send(own, [grads[i] for i in own])))
+        requests = [
+            (own, self._send(own, [grads[i] for i in own]))
+            for own in specs.in_buckets(present, lambda i: grads[i].nbytes)
+        ]
         for own, request in requests:
             done |= zip(own, request.results(), strict=True)
         return [done.get(i, gradient) for i, gradient in enumerate(grads)]
