@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import gen_random_ops, resource_variable_ops
+from tensorflow.python.ops import gen_stateless_random_ops_v2 as stateless_ops
 
 _PHILOX = 1
 _RESERVED = 256
@@ -121,19 +122,6 @@ def _draw(
     return numbers
 
 
-def _integers(shape: Any, key: Any, counter: Any, alg: Any, minval: Any, maxval: Any) -> Any:
-    return tf.raw_ops.StatelessRandomUniformIntV2(
-        shape=shape, key=key, counter=counter, alg=alg, minval=minval, maxval=maxval
-    )
-
-
-def _floats(op: Callable[..., Any]) -> Callable[..., Any]:
-    def draw(shape: Any, key: Any, counter: Any, alg: Any, dtype: Any) -> Any:
-        return op(shape=shape, key=key, counter=counter, alg=alg, dtype=dtype)
-
-    return draw
-
-
 def _set_seed(set_seed: Callable[[int], None], seed: int) -> None:
     """Replace ``tf.random.set_seed``, which also restarts all random ops."""
     set_seed(seed)
@@ -147,10 +135,10 @@ replacements: list[tuple[Any, str, Callable[..., Any]]] = [
     *(
         (gen_random_ops, name, functools.partial(_draw, stateless))
         for name, stateless in (
-            ("random_standard_normal", _floats(tf.raw_ops.StatelessRandomNormalV2)),
-            ("random_uniform", _floats(tf.raw_ops.StatelessRandomUniformV2)),
-            ("truncated_normal", _floats(tf.raw_ops.StatelessTruncatedNormalV2)),
-            ("random_uniform_int", _integers),
+            ("random_standard_normal", stateless_ops.stateless_random_normal_v2),
+            ("random_uniform", stateless_ops.stateless_random_uniform_v2),
+            ("truncated_normal", stateless_ops.stateless_truncated_normal_v2),
+            ("random_uniform_int", stateless_ops.stateless_random_uniform_int_v2),
         )
     ),
 ]
