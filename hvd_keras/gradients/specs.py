@@ -20,6 +20,8 @@ from hvd_keras.runtime import agree, settings
 from hvd_keras.runtime.keras import keras, outside_graphs
 from hvd_keras.runtime.process_sets import ProcessSet
 
+Description = dict[str, str]  # of one rank, by what is described
+
 DIFFERENT_STEPS = (
     "the ranks skip different steps, so that they would average gradients of different steps. Skip "
     "a step on all ranks if one of them must: hvd.allreduce(condition, op=hvd.Min) == 1, with the "
@@ -98,13 +100,13 @@ def check_specs(
     )
     for rank in gathered:
         if len(rank) != len(longest) or not all(map(_fits, rank, longest)):
-            views = (
+            views = [
                 {f"variable {i}": str(spec) for i, spec in enumerate(rank)} for rank in gathered
+            ]
+            advice = (
+                "Every rank must build the same layers, with the same names, in the same order."
             )
-            raise_difference(
-                dict(zip(process_set.ranks, views, strict=True)),
-                "Every rank must build the same layers, with the same names, in the same order.",
-            )
+            _raise_difference(views, advice, process_set)
     return longest
 
 
@@ -113,20 +115,15 @@ def _fits(spec: VariableSpec, longest: VariableSpec) -> bool:
     return is_end and (spec.shape, spec.dtype) == (longest.shape, longest.dtype)
 
 
-def raise_difference(views: dict[int, dict[str, str]], advice: str) -> None:
-    """Raise the error about different models.
-
-    Args:
-        views: what each rank has, by rank and by name.
-        advice: what to do.
-    """
+def _raise_difference(views: list[Description], advice: str, process_set: ProcessSet) -> None:
+    """Raise the error about different models, with what each rank has and what to do."""
     lines = []
     different: tuple[str, ...] = ()
-    for name in dict.fromkeys(name for view in views.values() for name in view):
-        if name.startswith(different) and any(name not in view for view in views.values()):
+    for name in dict.fromkeys(name for view in views for name in view):
+        if name.startswith(different) and any(name not in view for view in views):
             continue  # an argument of one of two classes, which are shown
         ranks: dict[str, list[int]] = {}  # by what they have
-        for rank, view in views.items():
+        for rank, view in zip(process_set.ranks, views, strict=True):
             ranks.setdefault(view.get(name, "none"), []).append(rank)
         if len(ranks) > 1:
             groups = (
@@ -154,8 +151,6 @@ _MAY_DIFFER = {
     *("batch_shape", "batch_input_shape", "vocabulary", "vocabulary_size", "input_vocabulary"),
     *("idf_weights", "bin_boundaries", "compile_config"),
 }
-
-Description = dict[str, str]
 
 # By process set: the ranks of one set create the same optimizers, those of another may differ.
 _numbers: collections.defaultdict[int, Iterator[int]] = collections.defaultdict(itertools.count)
@@ -257,19 +252,12 @@ def check_described(name: str, mine: Description, process_set: ProcessSet) -> No
     gathered = agree.gather_if_different(name, mine, process_set)
     if gathered is None:
         return
-    local = {key for view in gathered for key in view if key.endswith(_LOCAL)}
-    views = {
-        rank: {
-            k: v
-            for k, v in view.items()
-            if not any(k.startswith(key[: -len(_LOCAL)]) for key in local)
-        }
-        for rank, view in zip(process_set.ranks, gathered, strict=True)
-    }
-    if all(view == views[process_set.ranks[0]] for view in views.values()):
-        return
-    raise_difference(
-        views,
-        "Give all ranks the same optimizer, loss, layers and arguments. Only the learning rate is "
-        "broadcast.",
-    )
+    found = {key for view in gathered for key in view if key.endswith(_LOCAL)}
+    local = tuple(key.removesuffix(_LOCAL) for key in found)
+    views = [{k: v for k, v in view.items() if not k.startswith(local)} for view in gathered]
+    if any(view != views[0] for view in views):
+        advice = (
+            "Give all ranks the same optimizer, loss, layers and arguments. Only the learning rate "
+            "is broadcast."
+        )
+        _raise_difference(views, advice, process_set)
