@@ -118,17 +118,16 @@ def refuse_strategies() -> None:
 step_of_fit: contextvars.ContextVar[int] = contextvars.ContextVar("step of fit", default=0)
 
 
-def counter() -> Any:
-    """The handle of a variable for ``check_step``."""
+def handle_of(value: Any) -> Any:
+    """The handle of a new variable. Not in a graph."""
     # A tf.function that is being traced would take a tf.Variable for one of its own.
-    with tf.init_scope():
-        zero, name = tf.constant(0, tf.int64), f"hvd_keras steps {next(_counters)}"
-        handle = tf.raw_ops.VarHandleOp(dtype=zero.dtype, shape=[], shared_name=name)
-        tf.raw_ops.AssignVariableOp(resource=handle, value=zero)
+    name = f"hvd_keras {next(_handles)}"
+    handle = tf.raw_ops.VarHandleOp(dtype=value.dtype, shape=value.shape, shared_name=name)
+    tf.raw_ops.AssignVariableOp(resource=handle, value=value)
     return handle
 
 
-_counters = itertools.count()
+_handles = itertools.count()
 
 
 def check_step(name: str, steps: Any, process_set: ProcessSet) -> None:
@@ -137,7 +136,7 @@ def check_step(name: str, steps: Any, process_set: ProcessSet) -> None:
     In a branch, ranks compare how often the function around all branches has run.
 
     Args:
-        steps: a ``counter`` of that.
+        steps: the handle of a variable that counts that, int64.
     """
     graph: Any = tf.compat.v1.get_default_graph()
     outer = None

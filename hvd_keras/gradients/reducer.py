@@ -113,7 +113,9 @@ class GradientReducer:
         if are_reduced and not self.is_sharded:
             return Step(self, None, gradients, variables, divided=divided)
         if tf.inside_function():
-            self._steps = agreement.counter() if self._steps is None else self._steps
+            if self._steps is None:
+                with tf.init_scope():
+                    self._steps = agreement.handle_of(tf.constant(0, tf.int64))
             agreement.check_step(self.name, self._steps, self.process_set)
         gradients = self.options.densified(gradients)
         # A divided table's gradient is the sum over all ranks already: its lookup has moved it.

@@ -5,7 +5,6 @@ not tell. So losses and models are tried on random rows, outside of the training
 """
 
 import contextlib
-import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -13,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
+from hvd_keras.gradients.agreement import handle_of
 from hvd_keras.runtime import agree, log
 from hvd_keras.runtime.keras import is_legacy, keras, replaced
 
@@ -26,7 +26,6 @@ _TOLERANCE = 1e-4  # relative to the largest value
 _NEAR, _FAR = 0.01, 30.0  # errors of predictions, relative to the usual ones
 _COMPARISONS = {"Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual"}
 _kinds: dict[Any, Kind] = {}
-_numbers = itertools.count()
 _tried: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
@@ -145,12 +144,7 @@ def _copy(variable: Any, random: Any) -> Any:
     value = tf.convert_to_tensor(variable)
     if np.prod(variable.shape) < 1000:
         value = tf.cast(random.uniform(0.5, 1.5, variable.shape), value.dtype)
-    # A tf.function that is being traced would take a tf.Variable for one of its own.
-    handle = tf.raw_ops.VarHandleOp(
-        dtype=value.dtype, shape=value.shape, shared_name=f"hvd_keras {next(_numbers)}"
-    )
-    tf.raw_ops.AssignVariableOp(resource=handle, value=value)
-    return handle
+    return handle_of(value)
 
 
 def _nodes(traced: Any) -> list[Any]:
