@@ -5,6 +5,7 @@ rank's input (docs/design.md, "Gradients of the collectives").
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import tensorflow as tf
@@ -26,25 +27,18 @@ def _set_of(op: Any) -> process_sets.ProcessSet:
     return process_sets.of_id(op.get_attr("process_set"))
 
 
-class _Floats:
-    """What an op has of floating-point tensors; others, such as indices, have no gradient."""
-
-    def __init__(self, op: Any) -> None:
-        self.get_attr = op.get_attr
-        self.places = [i for i, x in enumerate(op.inputs) if x.dtype.is_floating]
-        self.inputs = [op.inputs[i] for i in self.places]
-        self.outputs = [op.outputs[i] for i in self.places]
-
-
 def _of_floats(gradient: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """Exchange the gradients of floating-point tensors alone."""
+    """Exchange the gradients of floating-point tensors alone; others, as indices, have none."""
 
     def of_all(op: Any, *upstream: Any) -> list[Any]:
-        floats = _Floats(op)
+        places = [i for i, x in enumerate(op.inputs) if x.dtype.is_floating]
+        inputs, outputs, gradients = (
+            [tensors[i] for i in places] for tensors in (op.inputs, op.outputs, upstream)
+        )
         found: list[Any] = [None] * len(upstream)
-        if floats.places:
-            results = gradient(floats, *(upstream[i] for i in floats.places))
-            for place, result in zip(floats.places, results, strict=True):
+        if places:
+            floats = SimpleNamespace(get_attr=op.get_attr, inputs=inputs, outputs=outputs)
+            for place, result in zip(places, gradient(floats, *gradients), strict=True):
                 found[place] = result
         return found
 
