@@ -249,12 +249,8 @@ class Checkpoint(Callback):  # type: ignore[misc]
         if same_ranks:
             states = found.metadata["random"]  # one, if all ranks had the same
             per_rank.set_random_state(states[self._hvd_process_set.rank() % len(states)])
-            if "seeds" in found.metadata:  # not of older versions
-                seeds = found.metadata["seeds"][self._hvd_process_set.rank()]
-                variables.set_global_seeds(seeds)
-        # One rate alone is that of compile's optimizer, in older checkpoints.
-        rates = found.metadata.get("rates") or [found.metadata.get("rate")]
-        for optimizer, then in zip(self._optimizers(), rates, strict=False):
+            variables.set_global_seeds(found.metadata["seeds"][self._hvd_process_set.rank()])
+        for optimizer, then in zip(self._optimizers(), found.metadata["rates"], strict=False):
             # Keeps the warm-up, decay or reduction that it had.
             if not same_ranks and then and (now := self._rates.get(optimizer)):
                 optimizer.learning_rate = float(optimizer.learning_rate) * now / then
@@ -281,7 +277,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             variables.give_each_rank_its_own_randomness(seeds, process_set)
 
     def _end_again(self, found: per_rank.Found) -> None:
-        ended = found.metadata.get("ended", [])[len(self._fits) :]
+        ended = found.metadata["ended"][len(self._fits) :]
         if ended and len(ended[0]) == len(self._passes):
             for passes, state_then in zip(self._passes, ended[0], strict=True):
                 passes.restore(state_then)
@@ -367,7 +363,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         then, batch = found.metadata["ranks"], found.metadata["batch"]
         now = self._hvd_process_set.size()
         calls = self.model.steps_per_execution
-        step_then, step = found.metadata.get("rows"), self._rows
+        step_then, step = found.metadata["rows"], self._rows
         if not (step_then and step):  # unknown: each rank has as many as then
             step_then, step = then, now
         # As many rows of the epoch, to whole calls of the step.

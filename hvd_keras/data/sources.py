@@ -107,12 +107,11 @@ class Passes:
 
     def restore(self, state: list[int]) -> None:
         """Continue where another process was."""
-        number, begun, seen, rows, *of_fits = state
-        if of_fits and self.first is not None:
-            self.first, self.read = of_fits
-            if self.goes_on:
-                self.first = number
-                self.read = seen // self.source.global_batch
+        number, begun, seen, rows, first, read = state
+        if self.goes_on:
+            first, read = number, seen // self.source.global_batch
+        if self.first is not None:
+            self.first, self.read = first, read
         self.epoch = number, begun
         if seen and rows != self.source.length:
             raise ValueError(

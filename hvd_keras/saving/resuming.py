@@ -102,8 +102,7 @@ def set_state(callbacks: Sequence[Any], numbers: dict[str, Any], arrays: Sequenc
             value = value["words"]
         if name in numbers:
             setattr(callback, attribute, value)
-    sizes = numbers.get(_SIZES, {"bytes": []})["bytes"]
-    for logger, size in zip(_loggers(callbacks), sizes, strict=False):
+    for logger, size in zip(_loggers(callbacks), numbers[_SIZES]["bytes"], strict=False):
         _cut(logger, size)
 
 

@@ -198,7 +198,7 @@ def test_rows_by_number(kind: str, monkeypatch) -> None:
     if kind == "grain":
         assert Squares.read == len(joined(rows)), "rows of other ranks were read"
     (passes,) = sharding.passes_of(dataset)
-    passes.restore([0, 0, 0, LENGTH])
+    passes.restore([0, 0, 0, LENGTH, 0, 0])
     unread = passes.seek(2 * TOGETHER)
     assert unread == 2
     again = [batch["x"].numpy().tolist() for batch in dataset.take(len(dataset) - 2)]
