@@ -140,11 +140,10 @@ class Checkpoint(Callback):  # type: ignore[misc]
         epochs = self.params["epochs"]
         for optimizer in self._optimizers():
             self._rates.setdefault(optimizer, resuming.rate_of(optimizer))
+            replace_values(innermost(optimizer))
         self._passes = fit.passes
         self._rows = resuming.rows_of_step(fit)
         self._tell_what_is_read_again(fit)
-        for optimizer in self._optimizers():
-            replace_values(innermost(optimizer))
         if found is None:
             return
         # The epochs of each fit until then: if more of them follow, this one was complete.
@@ -161,7 +160,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             self._restore(found, own)
         fit.restored = True
         if is_complete:
-            self._end_again(found)
+            self._restore_passes(found.metadata["ended"][len(self._fits)])
         else:
             self._found = None
             self._go_on(found, fit)
@@ -276,19 +275,16 @@ class Checkpoint(Callback):  # type: ignore[misc]
             seeds = variables.seed_states(self.model._flatten_layers())
             variables.give_each_rank_its_own_randomness(seeds, process_set)
 
-    def _end_again(self, found: per_rank.Found) -> None:
-        ended = found.metadata["ended"][len(self._fits) :]
-        if ended and len(ended[0]) == len(self._passes):
-            for passes, state_then in zip(self._passes, ended[0], strict=True):
+    def _restore_passes(self, states: list[list[int]]) -> None:
+        if len(states) == len(self._passes):
+            for passes, state_then in zip(self._passes, states, strict=True):
                 passes.restore(state_then)
 
     def _go_on(self, found: per_rank.Found, fit: Fit) -> None:
         self.model._initial_epoch = found.metadata["epoch"]
         metrics = self._take_over(found, fit)
         states = found.metadata["passes"]
-        if len(states) == len(self._passes):
-            for passes, state_then in zip(self._passes, states, strict=True):
-                passes.restore(state_then)
+        self._restore_passes(states)
         goes_on = any(passes.goes_on for passes in self._passes)
         if goes_on:
             # Keras's iterator has not begun. What the last pass has read of is read again.

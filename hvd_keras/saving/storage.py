@@ -97,11 +97,7 @@ def abandon(directory: pathlib.Path) -> str:
     training = new_training()
     if files(directory):
         text = f"{training} {agree.digest(training):016x}\n"  # damage must show
-
-        def fill(path: pathlib.Path) -> None:
-            path.write_text(text)
-
-        write_whole(directory / _TRAINING, fill)
+        write_whole(directory / _TRAINING, lambda path: path.write_text(text))
     return training
 
 
@@ -357,7 +353,7 @@ def _in_place(filepath: str | os.PathLike[str]) -> bool:
     return is_special or not all(os.access(p, os.W_OK) for p in [folder] + [target] * exists)
 
 
-def write_whole(filepath: str | os.PathLike[str], write: Callable[[pathlib.Path], None]) -> None:
+def write_whole(filepath: str | os.PathLike[str], write: Callable[[pathlib.Path], Any]) -> None:
     """Lets ``write`` write into a temporary folder; moves what it wrote once that is on disk.
 
     Each file is replaced at once, in the order in which they were written, so those that name
