@@ -94,10 +94,6 @@ def _max(node: Node, a: Any, b: Any) -> Any:
     return np.frompyfunc(one, 2, 1)(a, b)
 
 
-def _binary(f: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    return lambda node, a, b: np.frompyfunc(f, 2, 1)(a, b)
-
-
 def _concat_offset(node: Node, axis: Any, *shapes: Any) -> list[Any]:
     found, total = [], 0
     for shape in shapes:
@@ -125,11 +121,11 @@ _EVAL: dict[str, Callable[..., Any]] = {
     "Prod": lambda node, x, axes: (
         unknown() if node.attr("keep_dims") else np.multiply.reduce(_line(x), initial=1)
     ),
-    "Mul": _binary(lambda a, b: a * b),
-    "AddV2": _binary(lambda a, b: a + b),
-    "Sub": _binary(lambda a, b: a - b),
-    "FloorDiv": _binary(lambda a, b: a // b),
-    "FloorMod": _binary(lambda a, b: a % b),
+    "Mul": lambda node, a, b: a * b,
+    "AddV2": lambda node, a, b: a + b,
+    "Sub": lambda node, a, b: a - b,
+    "FloorDiv": lambda node, a, b: a // b,
+    "FloorMod": lambda node, a, b: a % b,
     "Maximum": _max,
     "Range": lambda node, a, b, c: np.arange(int(a), int(b), int(c)).astype(object),
     "GatherV2": lambda node, x, i, *_: _line(x)[i.astype(int)],
@@ -174,13 +170,7 @@ def evaluate(node: Node) -> None:
         return
     many = len(node.outputs) > 1
     for value, one in zip(node.outputs, found if many else [found], strict=True):
-        value.sym = np.array(one, object) if not isinstance(one, Dim) else _scalar(one)
-
-
-def _scalar(dim: Dim) -> Any:
-    array = np.empty((), object)
-    array[()] = dim
-    return array
+        value.sym = np.array(one, object)
 
 
 class Shapes:
