@@ -39,13 +39,13 @@ def join() -> tf.Tensor:
             "hvd.join cannot be compiled by XLA. Call it outside of functions with "
             "jit_compile=True."
         )
-    before = missing_calls.count_requests("allreduce") if accumulating else 0
+    before = missing_calls.count("requests", ["allreduce"]) if accumulating else 0
     last = validate.raw.hvd_join(tensor_name="")
     with tf.control_dependencies([last]):
         comparison.restart_all()
     if not accumulating or not tf.executing_eagerly():
         return last
-    others_went_on = missing_calls.count_requests("allreduce") != before
+    others_went_on = missing_calls.count("requests", ["allreduce"]) != before
     for optimizer, then in list(accumulating.items()):
         made = accumulating[optimizer] = int(optimizer._iterations)  # local steps
         every = optimizer.gradient_accumulation_steps

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from hvd_keras.gradients import model_ranks, shards
 from hvd_keras.runtime import agree, libraries, log, rank_info, settings
@@ -141,7 +141,7 @@ def note_tape(sources: Sequence[Any], gradients: Iterable[Any]) -> None:
     if variables and rank_info.is_initialized() and rank_info.size() > 1:
         if not (_updates_are_checked or model_ranks.alone.get()):
             _check_at_exit()
-        where = _exchanged() if is_eager() else weakref.ref(graph())
+        where = count("bytes") if is_eager() else weakref.ref(graph())
         for variable in variables:
             shards.inner_variable(variable)._hvd_tape = where
 
@@ -154,13 +154,13 @@ def _check_at_exit() -> None:
     global _updates_are_checked
     _updates_are_checked = True
     size, is_first = rank_info.size(), rank_info.rank() == 0
-    before = count_requests(*(others := ("allgather", "reducescatter", "alltoall")))
+    before = count("requests", others := ("allgather", "reducescatter", "alltoall"))
 
     @atexit.register
     def check() -> None:
         from hvd_keras import ops
 
-        if _has_updated or ops.has_reduced(arrays=True) or count_requests(*others) != before:
+        if _has_updated or ops.has_reduced(arrays=True) or count("requests", others) != before:
             return
         text = (
             f"each of the {size} ranks has taken gradients by a tf.GradientTape, but they have "
@@ -184,7 +184,7 @@ def _averages_itself(optimizer: Any, gradients: list[Any], variables: list[Any])
     if is_eager():
         # What this process had exchanged when a tape returned the gradients; or, of those from
         # elsewhere, at the optimizer's last step.
-        before, now = _exchanged_before.get(optimizer), _exchanged()
+        before, now = _exchanged_before.get(optimizer), count("bytes")
         _exchanged_before[optimizer] = now
         noted = [before if (number := _noted(v)) is None else number for v in variables]
         # An average of the loss is fewer bytes than gradients are, even if these are compressed.
@@ -306,11 +306,11 @@ def check_weights(
         synchronized.discard(*variables)  # what was broadcast has changed since
         _begun_apart.add(*variables)
         # In a graph, the requests of later steps can be counted, not the steps.
-        last = count_requests() + requests * _STEPS_UNTIL_TOLD
+        last = count("requests") + requests * _STEPS_UNTIL_TOLD
         _tell_later(
             text,
             lambda: all(variable in synchronized for variable in variables),
-            lambda: count_requests() >= last,
+            lambda: count("requests") >= last,
             process_set.rank() == 0,
         )
     return True
@@ -443,17 +443,8 @@ def _digest(variables: Sequence[Any]) -> int | str | None:
 _OF_GRADIENTS = ("allreduce", "allgather")
 
 
-def count_requests(*kinds: str) -> int:
-    """How many requests of some kinds this process has served; by default, for gradients."""
-    return _count("requests", kinds or _OF_GRADIENTS)
-
-
-def _exchanged() -> int:
-    """How many bytes of such requests."""
-    return _count("bytes", _OF_GRADIENTS)
-
-
-def _count(what: str, kinds: Iterable[str]) -> int:
+def count(what: Literal["requests", "bytes"], kinds: Iterable[str] = _OF_GRADIENTS) -> int:
+    """How many requests of some kinds this process has served, or their bytes."""
     counters = json.loads(libraries.core().hvd_stats())["collectives"]
     return sum(int(counters[kind][what]) for kind in kinds if kind in counters)
 
