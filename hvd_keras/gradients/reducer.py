@@ -331,17 +331,16 @@ class Plan:
         """Return, for each request, the indices of its gradients."""
         present = tuple(gradient is not None for gradient in gradients)
         if present not in self._buckets:  # an eager loop asks in each step
-            self._buckets[present] = self._fill(present)
+            # The user's groups first, as given; then the rest by size.
+            chosen = [[i for i in group if present[i]] for group in self.groups]
+            grouped = {i for group in self.groups for i in group}
+            indices = reversed(range(len(self.specs)))
+            rest = in_buckets(
+                (i for i in indices if present[i] and i not in grouped),
+                lambda i: self.specs[i].bytes,
+            )
+            self._buckets[present] = [*filter(None, chosen), *rest]
         return self._buckets[present]
-
-    def _fill(self, present: Sequence[bool]) -> list[list[int]]:
-        grouped = {i for group in self.groups for i in group}
-        # The user's groups first, as given; then the rest by size.
-        chosen = [[i for i in group if present[i]] for group in self.groups]
-        chosen = [bucket for bucket in chosen if bucket]
-        indices = reversed(range(len(self.specs)))
-        rest = [i for i in indices if present[i] and i not in grouped]
-        return [*chosen, *in_buckets(rest, lambda i: self.specs[i].bytes)]
 
 
 class KerasReducer(GradientReducer):
@@ -401,11 +400,9 @@ class KerasReducer(GradientReducer):
         if self.step is not None:
             yield self.step
             return
-        variables = trainable_variables
-        if variables is None:
-            variables = self.optimizer._trainable_variables
+        given = trainable_variables
+        variables = list(self.optimizer._trainable_variables if given is None else given)
         self._updates += 1
-        variables = list(variables)
         if self.rounds is not None:
             self.rounds.check_step(grads)
         is_together = self.process_set.size() > 1 and not agree.is_building.get()
