@@ -94,10 +94,8 @@ def build(model: Any, element_spec: Any, whole_step: bool = False) -> Exception 
     def forward(data: Any) -> None:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         # As Keras's train_step calls it.
-        if getattr(model, "_call_has_training_arg", True):
-            model(x, training=True)
-        else:
-            model(x)
+        options = {"training": True} if getattr(model, "_call_has_training_arg", True) else {}
+        model(x, **options)
 
     def step(data: Any) -> None:
         model.train_step(data)
