@@ -91,7 +91,7 @@ def _check_update(optimizer: Any, gradients: list[Any], variables: list[Any]) ->
         or hasattr(optimizer, "_hvd_alone")
         or agree.is_building.get()
         or not several
-        or any(variable in _reduced for variable in variables)
+        or any(variable in reduced for variable in variables)
         or _averages_itself(optimizer, gradients, variables)
     ):
         return
@@ -115,7 +115,7 @@ def _check_update(optimizer: Any, gradients: list[Any], variables: list[Any]) ->
         raise RuntimeError(f"hvd_keras: {text}")
 
     def is_reduced() -> bool:
-        return any(variable in _reduced for variable in variables)
+        return any(variable in reduced for variable in variables)
 
     last = time.monotonic() + _SECONDS_UNTIL_TOLD
     is_first = rank_info.rank() == 0
@@ -137,7 +137,7 @@ def note_tape(sources: Sequence[Any], gradients: Iterable[Any]) -> None:
             if part is not None and hasattr(part, "graph"):
                 of_tapes.setdefault(part.graph, set()).add(part.name)
     # What a reducer exchanges needs no note, which an eager step would wait for.
-    variables = [one for one in sources if hasattr(one, "assign") and one not in _reduced]
+    variables = [one for one in sources if hasattr(one, "assign") and one not in reduced]
     if variables and rank_info.is_initialized() and rank_info.size() > 1:
         if not (_updates_are_checked or model_ranks.alone.get()):
             _check_at_exit()
@@ -205,7 +205,7 @@ first_steps_are_local = False
 
 _has_updated = False  # an optimizer or a reducer has had gradients
 synchronized = shards.VariableSet()  # broadcast, or found equal
-_reduced = shards.VariableSet()  # a reducer has had their gradients
+reduced = shards.VariableSet()  # a reducer has had their gradients
 _begun_apart = shards.VariableSet()  # found different; what to do is told later
 _told_alone = shards.VariableSet()  # a warning was about them; later differences are no news
 
@@ -221,12 +221,7 @@ def mark_reduced(sources: Iterable[Any]) -> None:
     """Record that a reducer exchanges the gradients of these variables, and perhaps tensors."""
     global _has_updated
     _has_updated = True
-    _reduced.add(*(source for source in sources if hasattr(source, "assign")))
-
-
-def forget_reduced(variables: Iterable[Any]) -> None:
-    """At the beginning of a ``fit``: an earlier optimizer or tape may have reduced gradients."""
-    _reduced.discard(*variables)
+    reduced.add(*(source for source in sources if hasattr(source, "assign")))
 
 
 #: A warning about the last loss whose gradients must not be averaged, and the graph that it is in.

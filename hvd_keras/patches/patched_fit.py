@@ -44,8 +44,8 @@ def fit(
         own = _begun(backend, model, callbacks, defaults | bound.arguments)
         is_alone = own is None and bool(_process_set(model, callbacks) or model_ranks.alone.get())
         stack.enter_context(agree.within(model_ranks.fits_alone, is_alone))
-        if model.built:
-            missing_calls.forget_reduced(model.trainable_variables)
+        if model.built:  # an earlier optimizer or tape may have reduced gradients
+            missing_calls.reduced.discard(*model.trainable_variables)
         if bound.arguments.get("class_weight") is not None:
             backend.weigh_classes(bound.arguments)
         stack.enter_context(agree.within(fit_state.current, own))
