@@ -36,7 +36,11 @@ class Records:
         # Where an index cannot be written, it is kept here.
         self._held: dict[int, Any] = {}
         self._offsets = functools.lru_cache(1024)(self._open)  # open maps are limited
-        self._scan_shares(process_set)
+        # Each rank indexes some of the files; those whose index cannot be kept go to all.
+        reading.look_into_some(len(paths), self._open, process_set)
+        call: Any = {"name": "hvd.data.files held", "process_set": process_set}
+        for theirs in objects.allgather_object(self._held, **call):
+            self._held |= theirs
 
         def count() -> list[int]:
             return [len(self._offsets(number)) - 1 for number in range(len(paths))]
@@ -71,13 +75,6 @@ class Records:
         files, offsets, lengths = places
         ops = libraries.tensorflow_ops()
         return ops.hvd_read_records(self.paths, files, offsets, lengths)
-
-    def _scan_shares(self, process_set: ProcessSet) -> None:
-        """Let each rank index some of the files; those whose index cannot be kept go to all."""
-        reading.look_into_some(len(self.paths), self._open, process_set)
-        call: Any = {"name": "hvd.data.files held", "process_set": process_set}
-        for theirs in objects.allgather_object(self._held, **call):
-            self._held |= theirs
 
     def _open(self, number: int) -> Any:
         """Return where the records of a file begin, and where the last one ends."""
