@@ -5,13 +5,11 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from hvd_keras.data.sources import Passes
+from hvd_keras.gradients.values import Values
 from hvd_keras.runtime.process_sets import ProcessSet
-
-if TYPE_CHECKING:
-    from hvd_keras.gradients.values import Values
 
 
 class Backend(Protocol):
@@ -90,7 +88,7 @@ class Fit:
     waits_for_checkpoints: bool = False
     looks_at_data: bool = False  # the first batch of each rank can be compared
     validates: bool = False  # all ranks validate after the same epochs, and average their metrics
-    values: "Values | None" = None  # of the model, to be compared
+    values: Values | None = None  # of the model, to be compared
     restored: bool = False  # it began with a checkpoint, which nothing may overwrite
 
     def agree(self, gathered: Sequence[dict[str, Any]]) -> None:

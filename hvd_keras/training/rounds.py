@@ -15,7 +15,7 @@ what rounding has kept from travelling, which so belongs to its next difference.
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,9 +24,6 @@ from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import innermost, keras, snapshot
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.training import fit_state, variables
-
-if TYPE_CHECKING:
-    from hvd_keras.training.fit_state import Fit
 
 # Their next update computes the weights from slots, so it would undo that of an outer optimizer.
 _UNSUITABLE = {"Ftrl", "ScheduleFreeAdamW"}
@@ -291,7 +288,7 @@ class Sync(keras.callbacks.Callback):  # type: ignore[misc]
 
     _supports_tf_logs = True
 
-    def __init__(self, fit: "Fit") -> None:
+    def __init__(self, fit: fit_state.Fit) -> None:
         super().__init__()
         self._fit, self._process_set = fit, fit.process_set
         self._rounds = model_ranks.rounds_of(fit.model)
