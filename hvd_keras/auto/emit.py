@@ -114,19 +114,15 @@ class Side:
                 self._have[id(value), ALL] = tensor
 
     def _copy(self, node: Node, inputs: list[Any]) -> list[Any]:
-        op, attrs = node.op, node.attributes
-        for attr in attrs.values():
+        for attr in node.attributes.values():
             if attr.HasField("func"):
                 self._graph._add_function_recursive(node.graph._get_function(attr.func.name))
-        name = op.name.split("/")[-1].strip("_") or None
-        dtypes = [t.dtype for t in op.outputs]
-        new = self._graph._create_op_internal(
-            op.type, inputs, dtypes, name=name, attrs=attrs, op_def=op.op_def
-        )
-        for old, tensor, value in zip(op.outputs, new.outputs, node.outputs, strict=True):
+        name = node.op.name.split("/")[-1].strip("_") or None
+        outputs = node.copied(self._graph, inputs, name)
+        for old, tensor, value in zip(node.op.outputs, outputs, node.outputs, strict=True):
             if tensor.shape.rank is None and old.shape.rank is not None:
                 tensor.set_shape(value.shape)
-        return list(new.outputs)
+        return outputs
 
     def _while(self, node: Node, inputs: list[Any]) -> list[Any]:
         body, test = node.parts

@@ -167,12 +167,8 @@ class Body:
             for tensor, value in zip(graph.inputs, self.inputs, strict=True):
                 tensor.set_shape(value.shape)
             for node in self.nodes:
-                inputs = [have[id(x)] for x in node.inputs]
-                outputs = [t.dtype for t in node.op.outputs]
-                new = graph._create_op_internal(
-                    node.type, inputs, outputs, attrs=node.attributes, op_def=node.op.op_def
-                )
-                have.update({id(v): t for v, t in zip(node.outputs, new.outputs, strict=True)})
+                outputs = node.copied(graph, [have[id(x)] for x in node.inputs])
+                have.update({id(v): t for v, t in zip(node.outputs, outputs, strict=True)})
             graph.outputs = [tf.identity(have[id(v)]) for v in self.outputs]
         return str(control_flow_util_v2.create_new_tf_function(graph))
 

@@ -139,6 +139,14 @@ class Node:
         attrs = self.op.node_def.attr.items()
         return {k: v for k, v in attrs if k[0] != "_" or k == "_lower_using_switch_merge"}
 
+    def copied(self, graph: Any, inputs: list[Any], name: str | None = None) -> list[Any]:
+        """Add the same op to a graph, with other inputs; return its outputs."""
+        dtypes = [t.dtype for t in self.op.outputs]
+        new = graph._create_op_internal(
+            self.type, inputs, dtypes, name=name, attrs=self.attributes, op_def=self.op.op_def
+        )
+        return list(new.outputs)
+
     @property
     def calls(self) -> bool:
         """Whether it runs another function."""

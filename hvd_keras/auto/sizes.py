@@ -187,18 +187,12 @@ class Shapes:
 
     def infer(self, node: Node, inputs: list[Value]) -> None:
         """Set the shapes of a node's outputs."""
-        op = node.op
         if node.calls:
             tensors = [None] * len(node.outputs)
         elif node.outputs and all(v.sym is not None for v in node.outputs):
             tensors = [self._sizes(v) for v in node.outputs]
         else:
-            have = [self._have[id(x)] for x in inputs]
-            dtypes = [t.dtype for t in op.outputs]
-            new = self._graph._create_op_internal(
-                op.type, have, dtypes, attrs=node.attributes, op_def=op.op_def
-            )
-            tensors = list(new.outputs)
+            tensors = node.copied(self._graph, [self._have[id(x)] for x in inputs])
         for value, tensor in zip(node.outputs, tensors, strict=True):
             if tensor is None:
                 self.add(value)
