@@ -45,7 +45,7 @@ class Side:
     def _get(self, value: Value, need: Any) -> Any:
         """Return a tensor as a node needs it; what has to be sent for it has been sent."""
         if isinstance(need, Dims):
-            return self._sizes(need.of, self._here, value.dtype, need.scalar)
+            return self._numbers(need.of, self._here, value.dtype, need.scalar)
         if value.source is not None and need in (ROOT, value.place):
             return self._have[id(value.source), need]
         if need == value.place or (need == ROOT and value.place == FULL):
@@ -88,10 +88,8 @@ class Side:
     def _repeat(self, value: Value) -> Any:
         node = value.node
         assert node is not None
-        if node.emit == "sizes":
-            outputs = self._all_sizes(node)
-        else:
-            outputs = self._copy(node, [self._get(x, ALL) for x in node.inputs])
+        build = self._sizes if node.emit == "sizes" else self._copy
+        outputs = build(node, [self._get(x, ALL) for x in node.inputs])
         for one, tensor in zip(node.outputs, outputs, strict=True):
             self._have[id(one), ALL] = tensor
         return self._have[id(value), ALL]
@@ -101,12 +99,9 @@ class Side:
     def _node(self, node: Node) -> None:
         if not self.is_root and (node.emit in ("sizes", "shape") or node.is_whole):
             return
-        if node.emit == "sizes":
-            outputs = self._all_sizes(node)
-        else:
-            inputs = [self._get(x, need) for x, need in zip(node.inputs, node.needs, strict=True)]
-            build = getattr(self, f"_{node.emit}") if node.emit else self._copy
-            outputs = build(node, inputs)
+        inputs = [self._get(x, need) for x, need in zip(node.inputs, node.needs, strict=True)]
+        build = getattr(self, f"_{node.emit}") if node.emit else self._copy
+        outputs = build(node, inputs)
         for value, tensor in zip(node.outputs, outputs, strict=True):
             of = value.source or value
             self._have[id(of), ROOT if value.place == FULL else value.place] = tensor
@@ -149,15 +144,15 @@ class Side:
         sizes[node.needs[0].axis] = self._rows * node.needs[0].m
         return [tf.cast(tf.stack(sizes), node.outputs[0].dtype)]
 
-    def _all_sizes(self, node: Node) -> list[Any]:
+    def _sizes(self, node: Node, _: list[Any]) -> list[Any]:
         found = []
         for value in node.outputs:
             assert value.sym is not None
-            flat = self._sizes(tuple(value.sym.ravel()), self._rows, value.dtype, False)
+            flat = self._numbers(tuple(value.sym.ravel()), self._rows, value.dtype, False)
             found.append(tf.reshape(flat, value.sym.shape))
         return found
 
-    def _sizes(self, sizes: tuple[Any, ...], rows: Any, dtype: Any, scalar: bool) -> Any:
+    def _numbers(self, sizes: tuple[Any, ...], rows: Any, dtype: Any, scalar: bool) -> Any:
         if any(isinstance(n, Dim) for n in sizes):
             parts = [tf.cast(rows**n.k * n.c if isinstance(n, Dim) else n, dtype) for n in sizes]
             return parts[0] if scalar else tf.stack(parts)
