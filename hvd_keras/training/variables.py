@@ -118,11 +118,8 @@ def moving_statistics(layers: Iterable[keras.layers.Layer]) -> list[Any]:
 
 def seed_states(layers: Iterable[keras.layers.Layer]) -> list[Any]:
     """Return the states of the random generators (dropout, …) in the layers, each once."""
-    found: dict[int, Any] = {}
-    for layer in layers:
-        for generator in getattr(layer, "_seed_generators", ()):
-            found[id(generator.state)] = generator.state
-    return list(found.values())
+    states = [g.state for layer in layers for g in getattr(layer, "_seed_generators", ())]
+    return list({id(state): state for state in states}.values())
 
 
 def recurrent_states(layers: Iterable[keras.layers.Layer]) -> list[Any]:
