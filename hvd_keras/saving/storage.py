@@ -328,7 +328,7 @@ def _can_be_replaced(
     **others: Any,
 ) -> bool:
     """Whether Keras would write files in an existing folder, and may replace them."""
-    target = pathlib.Path(filepath).resolve()
+    target = _resolved(filepath)
     if not target.parent.is_dir() or (target.exists() and not overwrite):
         return False
     if zipped is False or max_shard_size is not None:
@@ -337,9 +337,14 @@ def _can_be_replaced(
     return is_single and not target.is_dir()
 
 
+def _resolved(path: str | os.PathLike[str]) -> pathlib.Path:
+    """Return what a path stands for, behind all links; it need not exist."""
+    return pathlib.Path(os.path.realpath(path))
+
+
 def _in_place(filepath: str | os.PathLike[str]) -> bool:
     """Whether only the existing file itself can be written, or nothing: Keras does it or raises."""
-    target = pathlib.Path(filepath).resolve()
+    target = _resolved(filepath)
     exists = target.exists()
     is_special = exists and not (target.is_file() or target.is_dir())
     folder = target.parent
@@ -356,8 +361,7 @@ def write_whole(filepath: str | os.PathLike[str], write: Callable[[pathlib.Path]
     write other files beside it. An error leaves no partial file. Links remain, and what they stand
     for is replaced.
     """
-    given = pathlib.Path(filepath)
-    target = given.resolve()  # what it stands for, behind all links
+    given, target = pathlib.Path(filepath), _resolved(filepath)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{given.name}.", dir=target.parent) as name:
         folder = pathlib.Path(name)
@@ -369,10 +373,10 @@ def write_whole(filepath: str | os.PathLike[str], write: Callable[[pathlib.Path]
         with _locked(target.parent):
             for path in written:
                 if path.is_dir():
-                    place = (given.parent / path.relative_to(folder)).resolve()
+                    place = _resolved(given.parent / path.relative_to(folder))
                     place.mkdir(parents=True, exist_ok=True)
             for path in files:
-                _move(path, (given.parent / path.relative_to(folder)).resolve())
+                _move(path, _resolved(given.parent / path.relative_to(folder)))
     _sync(target.parent)
 
 
