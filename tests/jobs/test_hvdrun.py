@@ -227,20 +227,6 @@ def test_a_command_without_mpi(hvdrun):
     assert (done.stderr, done.returncode) == ("", 0)
 
 
-def test_mpi_works_in_the_ranks(hvdrun):
-    pytest.importorskip("mpi4py")
-    done = hvdrun.python(
-        3,
-        """
-        from mpi4py import MPI
-        world = MPI.COMM_WORLD
-        print(world.rank, world.size, world.allreduce(10 ** world.rank))
-        """,
-    )
-    assert sorted(done.stdout.splitlines()) == [f"[{rank}] {rank} 3 111" for rank in range(3)]
-    assert (done.stderr, done.returncode) == ("", 0)
-
-
 @pytest.mark.parametrize("strict", [False, True])
 def test_strict_reaches_the_ranks(hvdrun, strict):
     code = "import os; print(os.environ.get('HVD_STRICT'))"

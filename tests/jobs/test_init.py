@@ -129,7 +129,8 @@ def test_a_rank_that_others_waited_for_has_left_and_cannot_join_again(
             try:
                 hvd.allreduce(1.0)
             except tf.errors.AbortedError as error:
-                assert "it called hvd.shutdown()" in str(error), error
+                told = "rank 1 has left the job: it called hvd.shutdown()"
+                assert f"cannot run: {told}" in str(error), error
             limit = time.monotonic() + 30
             while not said.exists() and time.monotonic() < limit:
                 time.sleep(0.1)
@@ -166,7 +167,7 @@ def test_an_init_that_fails_after_the_ranks_have_met_is_not_taken_for_done(tmp_p
                 print("refused:", error)
         """
     job = ranks.run_script(tmp_path, 2, script, HVD_TIMELINE=str(tmp_path / "no/file"))
-    assert job.output.count("refused: ") == 4, job.output
+    assert job.output.count("refused: HVD_TIMELINE: cannot make the file") == 4, job.output
 
 
 def test_processes_that_a_rank_starts_are_no_ranks(tmp_path) -> None:

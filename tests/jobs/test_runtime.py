@@ -112,34 +112,6 @@ def test_exception_on_one_rank_while_the_others_compute(tmp_path: pathlib.Path) 
     assert "RuntimeError: bad luck" in job.output
 
 
-def test_rank_that_leaves_early_fails_the_others(tmp_path: pathlib.Path) -> None:
-    script = HEAD + textwrap.dedent("""
-        hvd.init()
-        for step in range(10):
-            if hvd.rank() == 1 and step == 3:
-                hvd.shutdown()
-                break
-            hvd.allreduce(tf.ones(4), name="gradient")
-    """)
-    job = ranks.run_script(tmp_path, 2, script, timeout=900)
-    assert job.status != 0, job.output
-    assert "allreduce 'gradient' cannot run: rank 1 has left the job" in job.output
-
-
-@pytest.mark.slow
-def test_ranks_may_end_at_different_times(tmp_path: pathlib.Path) -> None:
-    script = HEAD + textwrap.dedent("""
-        hvd.init()
-        hvd.allreduce(tf.ones(4))
-        if hvd.rank() == 0:
-            time.sleep(3)  # saves a model, say
-            print("saved")
-    """)
-    job = ranks.run_script(tmp_path, 2, script, timeout=900)
-    assert job.status == 0, job.output
-    assert "saved" in job.output
-
-
 def test_waiting_costs_no_core_and_is_reported(tmp_path: pathlib.Path) -> None:
     script = HEAD + textwrap.dedent("""
         hvd.init()
@@ -246,17 +218,3 @@ def test_open_mpi_does_not_look_for_networks_unless_told_to(
     assert result.returncode == 0, result.stderr
     is_open_mpi_5, setting = result.stdout.split()
     assert setting == (chosen or {"True": "self", "False": "None"}[is_open_mpi_5])
-
-
-def test_import_from_the_source_folder_says_what_to_do(tmp_path: pathlib.Path) -> None:
-    """In a checkout that is not installed, hvd_keras/callbacks does not exist."""
-    source = pathlib.Path(__file__).parents[2] / "hvd_keras"
-    (tmp_path / "hvd_keras").symlink_to(source)
-    result = subprocess.run(
-        [sys.executable, "-S", "-c", "import hvd_keras"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert "pip install ." in result.stderr

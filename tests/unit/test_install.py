@@ -197,6 +197,7 @@ def test_a_folder_of_sources_without_an_installation_says_so(tmp_path: pathlib.P
     command = [sys.executable, "-S", "-c", "import hvd_keras"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert f"{tmp_path}/hvd_keras, which is not built, and {sys.executable} has no" in done.stderr
+    assert "Run 'pip install .' there" in done.stderr
 
 
 def test_the_mpi_that_is_chosen(tmp_path: pathlib.Path) -> None:
