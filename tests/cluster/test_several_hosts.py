@@ -237,28 +237,6 @@ def test_hvdrun_retries_a_host_that_it_cannot_reach_at_the_end(
         clean(hosts)
 
 
-@pytest.mark.slow
-def test_a_rank_that_stops_before_init_is_named(hosts: Hosts, tmp_path: Path) -> None:
-    """The others wait inside MPI, where ranks cannot notify each other."""
-    code = """
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        import hvd_keras
-        hvd_keras.init()
-        """
-    limits = {"HVD_TIMEOUT_SECONDS": "1", "HVD_FIRST_TIMEOUT_SECONDS": "3"}
-    done = cluster.run(
-        hosts[0],
-        *("-H", "server2:1,server3:1", *script(tmp_path, code)),
-        folder=tmp_path,
-        env=cluster.environment(**limits),
-    )
-    clean(hosts)
-    assert done.returncode == 75
-    cause = "rank 0 timed out waiting for another rank; rank 1 on server3 has not called hvd.init()"
-    assert f"\nhvdrun: {cause}\n" in done.stderr
-
-
 def test_a_rank_that_leaves_without_an_error_is_no_success(hosts: Hosts, tmp_path: Path) -> None:
     """Processes that the rank has started are ended as well."""
     code = """
@@ -346,17 +324,6 @@ def test_a_second_interrupt_does_not_wait(hosts: Hosts, tmp_path: Path) -> None:
         job.signal(signal.SIGINT)
         assert job.wait() == 130
         clean(hosts)
-
-
-def test_nothing_survives_a_killed_hvdrun(hosts: Hosts, tmp_path: Path) -> None:
-    command = script(tmp_path, "print('ready', flush=True)\ntime.sleep(1000)")
-    with cluster.started(hosts, "-H", "server2:1,server3:1", *command, folder=tmp_path) as job:
-        job.wait_for("ready", 2)
-        job.signal(signal.SIGKILL)
-        job.wait()
-        wait_until(lambda: not any(host.processes() for host in hosts), "the end of all ranks")
-        wait_until(lambda: not any(host.leftovers() for host in hosts[1:]), "the end of all files")
-        hosts[0].clear()  # hvdrun's own files: nothing runs there that could remove them
 
 
 @pytest.mark.parametrize("code", ["", "import hvd_keras as hvd\n        hvd.init()\n"])

@@ -90,30 +90,3 @@ def test_killed_on_three_ranks_and_finished_on_two(hvdrun) -> None:
             if size == 2 or (epoch, batch) < kept:
                 seen[epoch] += rows
     assert [sorted(rows) for _, rows in sorted(seen.items())] == [[*range(sum(LENGTHS))]] * EPOCHS
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("repeat", ["", ".repeat()"])
-def test_tf_data_goes_on_where_it_was_killed(hvdrun, repeat: str) -> None:
-    length = 960  # twenty steps
-    source = f"tf.data.Dataset.range({length}).shuffle(99, seed=3).map(lambda x: parse(str_of(x)))"
-    script = TRAIN.replace("hvd.size() == 3", "not os.path.exists('killed')")
-    script = script.replace('open("hosts"', 'open("killed"').replace("hvd.size()}", "hvd.rank()}")
-    script = script.replace('hvd.data.files("part-*.tfrecord", map=parse)', source)
-    script = script.replace("rows[:, None], rows", "rows[None], rows")
-    script = script.replace("def parse", "str_of = tf.strings.as_string\n\ndef parse")
-    script = script.replace("shuffle=1000)", f"shuffle=50){repeat}").replace("(1, 23)", "(1, 13)")
-    script = script.replace("epochs=3", "epochs=3, steps_per_epoch=20" if repeat else "epochs=3")
-    hosts = ("-np", "3", "--oversubscribe", "--max-restarts", "1")
-    done = hvdrun.run(*hosts, sys.executable, hvdrun.script(script), timeout=1800)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"continuing from checkpoint-00001-00000(05|10)", done.stderr)
-    assert "again, without training" in done.stderr  # of the interrupted pass
-    seen = collections.defaultdict(list)
-    for rank in range(3):
-        lines = (hvdrun.folder / f"seen-{rank}").read_text().splitlines()
-        # The second life repeats the batches after the checkpoint.
-        last = {tuple(line.split()[:2]): line.split()[2:] for line in lines}
-        for (epoch, _), rows in last.items():
-            seen[epoch] += map(int, rows)
-    assert [sorted(rows) for rows in seen.values()] == [[*range(length)]] * EPOCHS
