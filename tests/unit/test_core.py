@@ -30,9 +30,10 @@ def program(name: str) -> str:
     return path
 
 
-def run(*command: str, timeout: float) -> str:
+def run(*command: str, timeout: float, **env: str) -> str:
     result = subprocess.run(
         command,
+        env=os.environ | env,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -175,35 +176,23 @@ def test_a_full_dev_shm(
     assert "/dev/shm is full on a host, so tensors travel in pieces of" in job.output
 
 
-def test_fake_cuda(
-    binaries: pathlib.Path, fake_cuda: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in fake_cuda.items():
-        monkeypatch.setenv(name, value)
-    assert "what is left" in run(str(binaries / "fake_cuda_test"), timeout=900)
+def test_fake_cuda(binaries: pathlib.Path, fake_cuda: dict[str, str]) -> None:
+    assert "what is left" in run(str(binaries / "fake_cuda_test"), timeout=900, **fake_cuda)
 
 
 @pytest.mark.parametrize(
     "seed", ["", *(pytest.param(str(n), marks=pytest.mark.slow) for n in range(20))]
 )
-def test_process_sets_of_gpus(
-    binaries: pathlib.Path, fake_cuda: dict[str, str], monkeypatch: pytest.MonkeyPatch, seed: str
-) -> None:
-    for name, value in {**fake_cuda, "HVD_FAKE_CUDA_SEED": seed}.items():
-        monkeypatch.setenv(name, value)
-    assert "ok  " in run(str(binaries / "gpu_sets_test"), timeout=900)
+def test_process_sets_of_gpus(binaries: pathlib.Path, fake_cuda: dict[str, str], seed: str) -> None:
+    env = {**fake_cuda, "HVD_FAKE_CUDA_SEED": seed}
+    assert "ok  " in run(str(binaries / "gpu_sets_test"), timeout=900, **env)
 
 
 @pytest.mark.parametrize("which", [[], pytest.param(["all"], marks=pytest.mark.slow)])
 def test_faults_of_gpus(
-    binaries: pathlib.Path,
-    fake_cuda: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-    which: list[str],
+    binaries: pathlib.Path, fake_cuda: dict[str, str], which: list[str]
 ) -> None:
-    for name, value in fake_cuda.items():
-        monkeypatch.setenv(name, value)
-    assert "ok  " in run(str(binaries / "gpu_faults_test"), *which, timeout=1800)
+    assert "ok  " in run(str(binaries / "gpu_faults_test"), *which, timeout=1800, **fake_cuda)
 
 
 @pytest.mark.cases(1)

@@ -15,18 +15,6 @@ from hvd_keras.launch.onhost.cores import (
     usable_gpus,
 )
 
-SHOW_THREADS = f"print(*[os.environ[name] for name in {THREAD_VARIABLES!r}])"
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_ranks_share_the_cores(hvdrun, size):
-    threads = max(1, usable_cores() // size)
-    done = hvdrun.python(size, SHOW_THREADS)
-    assert sorted(done.stdout.splitlines()) == [
-        f"[{rank}] {threads} {threads} {threads}" for rank in range(size)
-    ]
-
-
 SHOW_CORES = "import os; print(*sorted(os.sched_getaffinity(0)))"
 
 
@@ -86,6 +74,9 @@ def test_cores_that_differ_between_ranks_stay():
     assert not may_be_divided([[0], [1]], 2, {})
     assert not may_be_divided([[0, 1], [0, 1]], 1, {})
     assert ranges([3, 0, 1, 2, 8]) == "0-3,8"
+
+
+SHOW_THREADS = f"print(*[os.environ[name] for name in {THREAD_VARIABLES!r}])"
 
 
 def test_thread_settings_of_the_user_stay(hvdrun):
