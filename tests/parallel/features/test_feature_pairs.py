@@ -141,18 +141,6 @@ def test_global_clipnorm_with_a_local_layer_on_one_rank_only() -> None:
     assert_equal_on_all_ranks(model.layers[1].get_weights())
 
 
-def test_global_clipnorm_behind_a_tape_with_a_local_layer_is_refused() -> None:
-    model = two_layers()
-    x, y = rows_of(RANK)
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_mean(tf.square(model(x) - y))
-    tape = hvd.PartialDistributedGradientTape(tape, local_layers=model.layers[0])
-    gradients = tape.gradient(loss, model.trainable_variables)
-    optimizer = keras.optimizers.SGD(0.1, global_clipnorm=0.05)
-    with pytest.raises(ValueError, match=r"belongs to this rank alone.*computes norms over all"):
-        optimizer.apply(gradients, model.trainable_variables)
-
-
 # A tape, and an optimizer that gets gradients without variables.
 
 

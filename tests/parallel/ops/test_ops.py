@@ -166,13 +166,6 @@ def test_lookups_of_some_ranks_may_be_empty() -> None:
     assert hvd.allreduce(none).values.shape == (0, 1)
 
 
-def test_what_each_rank_looks_up_stays_apart() -> None:
-    slices = tf.IndexedSlices(tf.ones((2, 3)) * (RANK + 1), [RANK, 5], [SIZE + 6, 3])
-    result = hvd.allreduce(slices, op=hvd.Sum)
-    np.testing.assert_array_equal(result.indices, np.ravel([[r, 5] for r in range(SIZE)]))
-    np.testing.assert_array_equal(result.values[:, 0], np.repeat(np.arange(SIZE) + 1, 2))
-
-
 def test_inputs_are_not_overwritten() -> None:
     mine = tf.constant(inputs.tensor(RANK, (50,)))
     hvd.allreduce(mine)

@@ -99,10 +99,3 @@ def test_a_saved_model_has_a_plain_optimizer_with_its_whole_state(directory) -> 
     train(again, None, epochs=1)
     hvd.barrier()
     assert [p.name for p in directory.iterdir()] == [path.name]
-
-
-@pytest.mark.skipif(SIZE == 1, reason="one rank has all")
-def test_swapping_averages_is_refused() -> None:
-    model = build(True, use_ema=True)
-    with pytest.raises(ValueError, match=r"SwapEMAWeights.*shard_state"):
-        train(model, None, keras.callbacks.SwapEMAWeights(swap_on_epoch=True))
