@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras.runtime import log, settings
+from hvd_keras.runtime import log
 from tests.harness import training
 from tests.parallel.test_parted import compiled, fit, mine
 
@@ -24,15 +24,6 @@ def warnings_of_hvd(monkeypatch):
     told = []
     monkeypatch.setattr(log, "warn_once", told.append)
     return told
-
-
-@pytest.fixture
-def strict(monkeypatch):
-    monkeypatch.setenv("HVD_STRICT", "1")
-    settings.read.cache_clear()
-    yield
-    monkeypatch.undo()
-    settings.read.cache_clear()
 
 
 def by_rank(one, other):

@@ -8,7 +8,7 @@ import tensorflow as tf
 import hvd_keras as hvd
 from tests.harness import training
 
-RANK, SIZE = hvd.rank(), hvd.size()
+RANK = hvd.rank()
 optimizers = keras.optimizers
 UPDATES_ROWS = {
     "SGD": lambda **options: optimizers.SGD(0.1, **options),

@@ -14,7 +14,6 @@ from tests.programs import draw
 
 RANK, SIZE = hvd.rank(), hvd.size()
 pytestmark = pytest.mark.ranks(2, 3)
-several = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ from")
 optimizers = keras.optimizers
 
 MAIN = {

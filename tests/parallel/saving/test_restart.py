@@ -29,19 +29,6 @@ def directory(directory):
     return directory / "checkpoints"
 
 
-class Interrupt(keras.callbacks.Callback):
-    """Ends ``fit`` as a crash would, after a batch that is counted over all epochs from 0."""
-
-    def __init__(self, after: int) -> None:
-        super().__init__()
-        self.left = after
-
-    def on_train_batch_end(self, batch, logs=None) -> None:
-        if self.left <= 0:
-            raise KeyboardInterrupt
-        self.left -= self.model.steps_per_execution
-
-
 def build(make_optimizer, run_eagerly: bool = True, **arguments) -> keras.Model:
     """Builds a model with all kinds of state. Weights and generators differ by rank.
 
@@ -104,8 +91,9 @@ def assert_same_state(model: keras.Model, other: keras.Model) -> None:
 
 
 def interrupt(model: keras.Model, saved: Any, after: int, *more: Any, **options) -> None:
+    """Crashes after a batch that is counted over all epochs from 0."""
     with pytest.raises(KeyboardInterrupt):
-        train(model, saved, *more, Interrupt(after), **options)
+        train(model, saved, *more, training.Crash(after + 1), **options)
 
 
 @pytest.mark.cases(1)
@@ -165,7 +153,7 @@ def test_one_checkpoint_in_two_fits(directory, numbers, after: int) -> None:
         train_twice(undisturbed, None)
     saved = hvd.callbacks.Checkpoint(directory, save_freq=2)
     with pytest.raises(KeyboardInterrupt):
-        train_twice(build(momentum), saved, Interrupt(after))
+        train_twice(build(momentum), saved, training.Crash(after + 1))
     with pytest.raises(KeyboardInterrupt):
         train_twice(again, hvd.callbacks.Checkpoint(directory, save_freq=2))
     assert_same_state(again, undisturbed)

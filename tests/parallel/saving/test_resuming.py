@@ -12,7 +12,6 @@ import tensorflow as tf
 import hvd_keras as hvd
 from hvd_keras.runtime import agree
 from tests.harness import training
-from tests.parallel.saving.test_restart import Interrupt
 
 pytestmark = pytest.mark.ranks(1, 2)
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -151,7 +150,8 @@ def test_files_and_logs_are_those_of_a_run_without_a_crash(directory, seed: int)
     for _ in range(2):
         try:
             at_the_end = AtTheEnd(draw.randrange(1, 3))
-            crash = draw.choice([Interrupt(draw.randrange(STEPS * EPOCHS // 2)), at_the_end])
+            after = 1 + draw.randrange(STEPS * EPOCHS // 2)
+            crash = draw.choice([training.Crash(after), at_the_end])
             got = fit(broken, saves, place, crash)
         except KeyboardInterrupt:
             got = None

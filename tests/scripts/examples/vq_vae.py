@@ -74,7 +74,7 @@ keras.utils.set_random_seed(hvd.rank())
 x = np.random.default_rng(4).normal(size=(256, 6)).astype("float32")
 trainer = VQVAETrainer(float(np.var(x)))
 trainer.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(0.002)))
-history = trainer.fit(
+trainer.fit(
     x[hvd.rank() :: hvd.size()],
     epochs=3,
     batch_size=BATCH // hvd.size(),
