@@ -144,10 +144,7 @@ class Divides(keras.Model):
 
 @pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize(("reduction", "axis"), [("sum", -1), ("none", -1), ("sum", 0)])
-def test_a_step_of_its_own_that_divides_a_sum(reduction, axis, eager, monkeypatch) -> None:
-    warnings: list[str] = []
-    monkeypatch.setattr(log, "warn_once", warnings.append)
-
+def test_a_step_of_its_own_that_divides_a_sum(reduction, axis, eager, warned) -> None:
     def make() -> keras.Model:
         model = without_mask()
         model = Divides(model.inputs, model.outputs[0])
@@ -155,7 +152,7 @@ def test_a_step_of_its_own_that_divides_a_sum(reduction, axis, eager, monkeypatc
         return model
 
     check(make, eager=eager, validates=True)
-    assert not any("as a sum" in text for text in warnings)
+    assert not any("as a sum" in text for text in warned)
     if axis == 0:  # that of all rows
         return
     model = make()
@@ -164,7 +161,7 @@ def test_a_step_of_its_own_that_divides_a_sum(reduction, axis, eager, monkeypatc
     x, y, _ = rows()
     broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
     model.fit(mine(x), mine(y), batch_size=ROWS, verbose=0, callbacks=[broadcast])
-    assert any("as a sum" in text for text in warnings) == (SIZE > 1)
+    assert any("as a sum" in text for text in warned) == (SIZE > 1)
 
 
 SGD = keras.optimizers.SGD
@@ -450,9 +447,7 @@ def test_a_loss_that_gathers_rows_itself() -> None:
         tf.nest.map_structure(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), one, other)
 
 
-def test_validation_in_an_unknown_number_of_steps_warns(monkeypatch) -> None:
-    warnings: list[str] = []
-    monkeypatch.setattr(log, "warn_once", warnings.append)
+def test_validation_in_an_unknown_number_of_steps_warns(warned) -> None:
     x, y, _ = rows()
     model = masked()
     model.compile(hvd.DistributedOptimizer(SGD(0.01)), loss="mse")
@@ -463,17 +458,13 @@ def test_validation_in_an_unknown_number_of_steps_warns(monkeypatch) -> None:
     unknown = data.filter(lambda x, y: tf.size(x) > 0)
     fitted = {"batch_size": ROWS, "verbose": 0, "callbacks": callbacks}
     model.fit(mine(x), mine(y), validation_data=unknown, **fitted)
-    assert sum("validate in different numbers" in text for text in warnings) == (SIZE > 1 > RANK)
+    assert sum("validate in different numbers" in text for text in warned) == (SIZE > 1 > RANK)
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank divides as one process")
 @pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("kind", ["masked", "summed", "without a mask", "of all rows"])
-def test_a_custom_loop_with_a_masked_or_summed_loss_warns(
-    kind: str, eager: bool, monkeypatch
-) -> None:
-    warnings: list[str] = []
-    monkeypatch.setattr(log, "warn_once", warnings.append)
+def test_a_custom_loop_with_a_masked_or_summed_loss_warns(kind: str, eager: bool, warned) -> None:
     x, y, _ = rows()
     model = masked(mask_zero=kind != "without a mask")
     loss_of = losses.MeanSquaredError(reduction="sum" if kind == "summed" else NONE)
@@ -487,5 +478,5 @@ def test_a_custom_loop_with_a_masked_or_summed_loss_warns(
         optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
 
     (step if eager else tf.function(step))(mine(x)[:ROWS], mine(y)[:ROWS])
-    told = [text for text in warnings if "in a custom loop" in text]
-    assert len(told) == (kind in ("masked", "of all rows")), warnings
+    told = [text for text in warned if "in a custom loop" in text]
+    assert len(told) == (kind in ("masked", "of all rows")), warned

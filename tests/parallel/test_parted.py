@@ -99,19 +99,17 @@ def test_callbacks_of_one_rank_are_named_if_values_differ(told, callback, place)
     assert "Add hvd.callbacks.BroadcastGlobalVariablesCallback" not in text
 
 
-def test_fit_ends_together_after_a_warning_about_a_difference(monkeypatch, directory) -> None:
+def test_fit_ends_together_after_a_warning_about_a_difference(warned, directory) -> None:
     class Write(keras.callbacks.Callback):
         def on_train_end(self, logs=None):
             if RANK == 0:
                 time.sleep(1)
                 (directory / "written").touch()
 
-    warnings: list[str] = []
-    monkeypatch.setattr(log, "warn_once", warnings.append)
     model = compiled()
     training.set_weights(model, seed=RANK)
     fit(model, Write(), broadcast=False)
-    assert len(warnings) == (RANK == 0)
+    assert len(warned) == (RANK == 0)
     assert (directory / "written").exists()
 
 

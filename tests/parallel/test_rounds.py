@@ -406,14 +406,12 @@ def test_ranks_with_different_numbers_of_batches_get_an_error() -> None:
 
 
 @two
-def test_batches_of_different_sizes_get_a_warning(monkeypatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(log, "warn_once", told.append)
+def test_batches_of_different_sizes_get_a_warning(warned) -> None:
     model = build(lambda: hvd.DistributedOptimizer(optimizers.SGD(0.05), sync_every=2))
     data = hvd.data.shard(rows(rank=5), batch_size=[2, 6])
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
     model.fit(data, verbose=0, shuffle=False, callbacks=callbacks)
-    assert ["sync_every averages the weights of all ranks alike" in text for text in told] == (
+    assert ["sync_every averages the weights of all ranks alike" in text for text in warned] == (
         [True] if RANK == 0 else []
     )
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import hvd_keras as hvd
 from hvd_keras.gradients import missing_calls, model_ranks
-from hvd_keras.runtime import agree, libraries, settings
+from hvd_keras.runtime import agree, libraries, log, settings
 
 settings.warn_only()  # fits without all lines, of other features' tests; jobs/ tests the errors
 hvd.init()
@@ -28,6 +28,14 @@ def directory():
     with tempfile.TemporaryDirectory() as mine:
         yield pathlib.Path(agree.gather_json("directory", mine)[0])
         agree.gather_json("directory is no longer used", None)
+
+
+@pytest.fixture
+def warned(monkeypatch) -> list[str]:
+    """What this rank warns of, as often as it does."""
+    texts: list[str] = []
+    monkeypatch.setattr(log, "warn_once", texts.append)
+    return texts
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 import hvd_keras as hvd
-from hvd_keras.runtime import log
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 SIZE = hvd.size()
@@ -23,10 +22,8 @@ def compiled() -> keras.Model:
     return model
 
 
-def test_padding_for_training_is_told_in_validation(monkeypatch) -> None:
+def test_padding_for_training_is_told_in_validation(warned) -> None:
     """And padding for evaluation gives the values of one process."""
-    told: list[str] = []
-    monkeypatch.setattr(log, "warn_once", told.append)
     model = compiled()
     broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
     model.fit(
@@ -41,7 +38,7 @@ def test_padding_for_training_is_told_in_validation(monkeypatch) -> None:
         loss = model.evaluate(data, callbacks=[average], verbose=0)[0]
         if evaluation:
             np.testing.assert_allclose(loss, expected, rtol=1e-5)
-        tells = any("evaluation=True" in text for text in told)
+        tells = any("evaluation=True" in text for text in warned)
         assert tells == (not evaluation and SIZE > 1 and hvd.rank() == 0)
 
 

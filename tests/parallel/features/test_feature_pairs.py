@@ -10,7 +10,7 @@ import tensorflow as tf
 import hvd_keras as hvd
 from hvd_keras.gradients import model_ranks
 from hvd_keras.horovod import elastic
-from hvd_keras.runtime import log, settings
+from hvd_keras.runtime import settings
 
 RANK, SIZE = hvd.rank(), hvd.size()
 BROADCAST = hvd.callbacks.BroadcastGlobalVariablesCallback
@@ -195,9 +195,7 @@ def test_join_with_state_in_shares_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("others", [0, 1])
-def test_join_warns_about_accumulated_gradients_that_are_lost(others: int, monkeypatch) -> None:
-    warnings: list[str] = []
-    monkeypatch.setattr(log, "warn_once", warnings.append)
+def test_join_warns_about_accumulated_gradients_that_are_lost(others: int, warned) -> None:
     model = two_layers()
     optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
     optimizer = hvd.DistributedOptimizer(optimizer)
@@ -208,7 +206,7 @@ def test_join_warns_about_accumulated_gradients_that_are_lost(others: int, monke
         variables = model.trainable_variables
         optimizer.apply(tape.gradient(loss, variables), variables)
     hvd.join()
-    told = [text for text in warnings if "gradients of 1 of 2 steps" in text]
+    told = [text for text in warned if "gradients of 1 of 2 steps" in text]
     assert len(told) == (RANK > 0 and others > 0)
 
 

@@ -6,7 +6,6 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras.runtime import log
 from hvd_keras.training import row_trials
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -100,22 +99,18 @@ WRONG = [clipped, clipped_by_value, without_nans, normalized_in_a_function, with
         *((change, True) for change in (halved, accumulated, clipped)),
     ],
 )
-def test_changed_gradients_are_told(change, eager: bool, monkeypatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(log, "warn_once", told.append)
+def test_changed_gradients_are_told(change, eager: bool, warned) -> None:
     fit(type("Own", (Step,), {"change": staticmethod(change)}), run_eagerly=eager)
-    told = [text for text in told if "gradients are changed before" in text]
+    told = [text for text in warned if "gradients are changed before" in text]
     assert bool(told) == (change in WRONG and RANK == 0), told
     assert all(f"{__file__}:" in text for text in told), told
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_gradients_of_all_ranks_may_be_changed(eager: bool, monkeypatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(log, "warn_once", told.append)
+def test_gradients_of_all_ranks_may_be_changed(eager: bool, warned) -> None:
     own = {"change": staticmethod(clipped), "tape": staticmethod(hvd.DistributedGradientTape)}
     fit(type("Own", (Step,), own), run_eagerly=eager)
-    assert not any("gradients are changed" in text for text in told), told
+    assert not any("gradients are changed" in text for text in warned), warned
 
 
 class Sharpness(Step):
@@ -194,13 +189,11 @@ def of_four_rows(y_true, y_pred):
     return tf.reduce_mean(tf.square(tf.ensure_shape(y_true, (ROWS, 1)) - y_pred))
 
 
-def test_a_loss_that_cannot_be_tried_is_told(monkeypatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(log, "warn_once", told.append)
+def test_a_loss_that_cannot_be_tried_is_told(warned) -> None:
     for loss in ("mse", of_four_rows):
         fit(keras.Sequential, loss=loss)
-        about = [text for text in told if "cannot be tried" in text]
-        assert len(about) == (SIZE > 1 and loss == of_four_rows), told
+        about = [text for text in warned if "cannot be tried" in text]
+        assert len(about) == (SIZE > 1 and loss == of_four_rows), warned
 
 
 class Rooted(keras.losses.Loss):
