@@ -116,15 +116,20 @@ class Launcher:
 
     def processes(self) -> dict[int, str]:
         """The processes of this launcher's jobs, which have its folder in their environment."""
-        found = {}
-        for path in pathlib.Path("/proc").glob("[0-9]*"):
-            try:
-                if f"={self.temporary}".encode() in (path / "environ").read_bytes():
-                    line = (path / "cmdline").read_bytes().replace(b"\0", b" ")
-                    found[int(path.name)] = line.decode(errors="replace")
-            except OSError:
-                continue
-        return found
+        return having(f"={self.temporary}")
+
+
+def having(mark: str) -> dict[int, str]:
+    """The command lines of the processes that have this text in their environment."""
+    found = {}
+    for path in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (path / "environ").read_bytes():
+                line = (path / "cmdline").read_bytes().replace(b"\0", b" ")
+                found[int(path.name)] = line.decode(errors="replace")
+        except OSError:
+            continue
+    return found
 
 
 def parent(pid: int) -> int | None:

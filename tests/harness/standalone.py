@@ -19,7 +19,7 @@ import sys
 from collections.abc import Mapping
 
 from hvd_keras.launch.onhost.process import die_with_parent
-from tests.harness.launcher import wait_until
+from tests.harness.launcher import having, wait_until
 
 # Seconds: Spark's processes take several to start on an idle machine, and a minute on a busy one.
 LIMIT = 500
@@ -161,14 +161,7 @@ class Standalone:
     def processes(self) -> dict[int, str]:
         """Command lines of all processes of the cluster, except those of its services."""
         services = {service.pid for service in self._services}
-        found = {}
-        for path in pathlib.Path("/proc").glob("[0-9]*"):
-            try:
-                if f"{NAME}={self.folder}\0".encode() in (path / "environ").read_bytes():
-                    words = (path / "cmdline").read_bytes().decode(errors="replace")
-                    found[int(path.name)] = words.replace("\0", " ")
-            except OSError:
-                continue
+        found = having(f"{NAME}={self.folder}\0")
         return {pid: line for pid, line in found.items() if pid not in services}
 
     def await_end(self) -> None:

@@ -1,8 +1,6 @@
 """hvd_keras.run: results, errors, and unauthenticated connections."""
 
-import contextlib
 import os
-import pathlib
 import re
 import signal
 import subprocess
@@ -13,7 +11,7 @@ import time
 import pytest
 
 import hvd_keras
-from tests.harness.launcher import LIMIT, wait_until
+from tests.harness.launcher import LIMIT, having, wait_until
 
 ENGINE = ["--oversubscribe"]
 
@@ -120,21 +118,12 @@ def test_the_job_ends_with_a_caller_that_is_killed(tmp_path) -> None:
     caller = subprocess.Popen(
         [sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, "TMPDIR": str(temporary)}
     )
-    mark = f"TMPDIR={temporary}".encode()
-
-    def processes() -> list[pathlib.Path]:
-        found = []
-        for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):
-                if mark in path.read_bytes():
-                    found.append(path.parent)
-        return found
-
+    mark = f"TMPDIR={temporary}"
     wait_until((tmp_path / "started").exists, "the start of the function")
-    assert len(processes()) > 3
+    assert len(having(mark)) > 3
     caller.kill()
     caller.wait(timeout=LIMIT)
-    wait_until(lambda: not processes(), "the end of the job")
+    wait_until(lambda: not having(mark), "the end of the job")
     assert list(temporary.iterdir()) == []
 
 

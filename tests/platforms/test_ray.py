@@ -18,7 +18,7 @@ import pytest
 import hvd_keras.ray
 from hvd_keras.horovod.launching import RayExecutor
 from hvd_keras.ray.run import _by_host, _check_resources, _gpus
-from tests.harness.launcher import wait_until
+from tests.harness.launcher import having, wait_until
 from tests.harness.raylets import raylets
 
 ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "hvd_keras[ray]"')
@@ -46,17 +46,7 @@ def nothing_left() -> Iterator[None]:
 
 def _ours() -> dict[int, str]:
     """The processes of the clusters of this file, and what they have started: command lines."""
-    mark = f"{NAME}={os.environ[NAME]}".encode()
-    found = {}
-    for entry in pathlib.Path("/proc").glob("[0-9]*"):
-        try:
-            environment = (entry / "environ").read_bytes().split(b"\0")
-            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
-        if mark in environment:
-            found[int(entry.name)] = command
-    return found
+    return having(f"{NAME}={os.environ[NAME]}\0")
 
 
 def _of_jobs() -> list[str]:

@@ -21,16 +21,9 @@ def wait_until(condition, what: str) -> None:
     launcher.wait_until(condition, what, LIMIT)
 
 
-def ranks(folder: pathlib.Path) -> list[int]:
+def ranks(folder: pathlib.Path) -> dict[int, str]:
     """The processes that write into this folder: the ranks of a test, and what has started them."""
-    found = []
-    for path in pathlib.Path("/proc").glob("[0-9]*"):
-        try:
-            if f"FOLDER={folder}\0".encode() in (path / "environ").read_bytes():
-                found.append(int(path.name))
-        except OSError:
-            continue
-    return found
+    return launcher.having(f"FOLDER={folder}\0")
 
 
 def test_training(spark, tmp_path, capfd) -> None:
@@ -162,9 +155,9 @@ def test_a_cancelled_job_ends(spark, tmp_path) -> None:
     thread = threading.Thread(target=work)
     thread.start()
     wait_until(lambda: len(list(tmp_path.glob("start-0-*"))) == 2, "both ranks")
-    lines = [pathlib.Path(f"/proc/{pid}/cmdline").read_bytes() for pid in ranks(tmp_path)]
+    lines = ranks(tmp_path).values()
     assert len(lines) > 2
-    assert not any(re.search(rb"[0-9a-f]{64}", line) for line in lines)
+    assert not any(re.search(r"[0-9a-f]{64}", line) for line in lines)
     spark.sparkContext.cancelAllJobs()
     thread.join(LIMIT)
     assert errors == ["hvd.spark.run: the Spark job was cancelled"]
