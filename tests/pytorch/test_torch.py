@@ -21,19 +21,7 @@ TRAINING = pathlib.Path(__file__).parent / "training.py"
 # process computes something else.
 OWN = ("batch norm", "dropout")
 CASES = ["sgd", "adam", "adagrad", "decay", "clipped", "by variable", "accumulated", "passes"]
-CASES += [
-    "own step",
-    "branch",
-    "no branch",
-    "sum",
-    "circle",
-    "dice",
-    "masked",
-    "masked sgd",
-    "bfloat16",
-    "float16",
-    *OWN,
-]
+CASES += ["own step", "branch", "no branch", "sum", "circle", "dice", "masked", "masked sgd", *OWN]
 CASES += ["bfloat16", "float16", "sum by batch", "masked sgd by batch"]
 CASES += ["loader", "workers", "sampler", "dataset", "batches", "pad"]
 
