@@ -237,18 +237,13 @@ def test_a_range_of_hosts() -> None:
     assert hosts.parse("a,n[1-2,5]:2,b:3") == expected
 
 
-def test_a_host_whose_keras_differs_is_refused() -> None:
-    own = probe.look("/tmp", "/bin/sh")
-    told = difference(own | {"keras": "3.0.0"}, own, "/tmp", "/bin/sh")
-    assert told == f"has Keras 3.0.0; expected {own['keras']}, as here"
-
-
 @pytest.mark.parametrize(
     ("fact", "value", "words"),
     [
         ("python", "3.9.0", "has Python 3.9.0; expected {}, as here"),
         ("hvd_keras", None, "has no hvd_keras; expected {}, as here"),
         ("tensorflow", "2.20.0", "has TensorFlow 2.20.0; expected {}, as here"),
+        ("keras", "3.0.0", "has Keras 3.0.0; expected {}, as here"),
         ("place", "/else/__init__.py", "has hvd_keras in /else/__init__.py; expected {}, as here"),
         ("directory", False, "has no folder /tmp; expected the folder in which hvdrun was started"),
         ("program", False, "has no program /bin/sh; expected it at the same path on all hosts"),
@@ -300,7 +295,6 @@ def test_ways_to_say_how_many_ranks(hvdrun) -> None:
     for options, told in (
         (("--nproc-per-node", "2", "-np", "2"), "expected -np alone"),
         (("-npx",), "-np got 'x'; expected a positive integer"),
-        (("-np", "0"), "-np got '0'; expected a positive integer"),
     ):
         assert told in hvdrun.run("--dry-run", *options, "true").stderr
 
