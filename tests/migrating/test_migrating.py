@@ -1,10 +1,7 @@
 """The documentation of Horovod's names, and hvdrun's understanding of horovodrun's options."""
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -31,33 +28,6 @@ def test_the_documentation_names_what_the_modules_have() -> None:
     for module in ("tensorflow.keras", "tensorflow.keras.callbacks", "spark", "ray"):
         missing = set(names.MODULES[f"horovod.{module}"]) - {*hvd_keras.__all__, *listed}
         assert missing <= {"LearningRateWarmupCallback"}, module
-
-
-@pytest.mark.slow
-def test_every_module_of_the_table_can_be_imported() -> None:
-    """In a process of its own, as a program does it, with names that load when first used."""
-    script = """
-import importlib, sys
-from hvd_keras.horovod import names
-for module, homes in names.MODULES.items():
-    found = importlib.import_module(module)
-    assert set(homes) <= set(dir(found)), module
-    assert all(hasattr(found, name) for name in found.__all__), module
-for module in names.ABSENT:
-    try:
-        importlib.import_module(module)
-    except ImportError as error:
-        assert names.ABSENT[module] in str(error), error
-    else:
-        raise AssertionError(module)
-import horovod
-from horovod.tensorflow.keras import callbacks
-assert horovod.tensorflow.keras.callbacks is callbacks
-assert not hasattr(horovod, "another")
-"""
-    subprocess.run(
-        [sys.executable, "-c", script], check=True, env={**os.environ, "PYTHONPATH": PATH}
-    )
 
 
 def test_every_home_has_its_names() -> None:
