@@ -6,7 +6,6 @@ import re
 import socket
 import urllib.request
 
-import pytest
 from prometheus_client.openmetrics import parser
 
 from hvd_keras.launch.follow.statistics import Collector, Statistics, recent
@@ -150,13 +149,12 @@ def test_metrics_that_cannot_be_served(hvdrun: launcher.Launcher) -> None:
     assert not (hvdrun.folder / "begun").exists()
 
 
-@pytest.mark.parametrize(("option", "package"), [("--metrics=9", "prometheus_client")])
-def test_a_missing_package(hvdrun: launcher.Launcher, option: str, package: str) -> None:
+def test_a_missing_package(hvdrun: launcher.Launcher) -> None:
     hidden = hvdrun.folder / "hidden"
     hidden.mkdir()
-    (hidden / f"{package}.py").write_text("raise ModuleNotFoundError('not installed')")
+    (hidden / "prometheus_client.py").write_text("raise ModuleNotFoundError('not installed')")
     environment = hvdrun.environment | {"PYTHONPATH": str(hidden)}
-    done = hvdrun.run("-np", "1", option, "touch", "begun", env=environment)
+    done = hvdrun.run("-np", "1", "--metrics=9", "touch", "begun", env=environment)
     assert done.returncode == 2
-    assert f"run: pip install {package}" in done.stderr
+    assert "run: pip install prometheus_client" in done.stderr
     assert not (hvdrun.folder / "begun").exists()
