@@ -6,18 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.test_several_hosts import script
 from tests.harness import cluster
 from tests.harness.hosts import Hosts
 from tests.harness.kubectl import Api
 from tests.harness.launcher import wait_until
 
 REACH = ["--remote-shell", "kubectl exec -n train"]
-
-SCRIPT = """
-import os, socket, sys, time
-from hvd_keras.launch.onhost.worker import find_rank
-rank = find_rank(os.environ)
-"""
 
 
 @pytest.fixture
@@ -31,9 +26,7 @@ def api(hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 def run(hosts: Hosts, folder: Path, text: str, *options: str):
-    script = folder / "script.py"
-    script.write_text(SCRIPT + text)
-    words = ["--no-init", *REACH, *options, sys.executable, str(script)]
+    words = ["--no-init", *REACH, *options, *script(folder, text)]
     return cluster.run(hosts[0], *words, folder=folder)
 
 
@@ -67,11 +60,8 @@ while not os.path.exists("go"):
     time.sleep(0.1)
 print(socket.gethostname())
 """
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT + text)
     options = [*REACH, "-H", "server2:1,server3:1", "--max-restarts", "1", "--min-np", "1"]
-    command = [*options, sys.executable, str(script)]
-    with cluster.started(hosts, *command, folder=tmp_path) as job:
+    with cluster.started(hosts, *options, *script(tmp_path, text), folder=tmp_path) as job:
         wait_until((tmp_path / "lost").exists, "rank 1")
         api.deleted.add("server3")
         hosts[2].unplug()

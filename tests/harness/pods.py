@@ -21,7 +21,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tests.harness.hosts import Host, Hosts
+from tests.harness.hosts import Hosts
 
 ROOT = pathlib.Path(__file__).parents[2]
 LIMIT = 120
@@ -218,6 +218,3 @@ def _pods(
         lines = [f"{host.address} {host.name}.{domain} {host.name}\n" for host in hosts]
         table.write_text("127.0.0.1 localhost\n" + "".join(lines))
         yield Pods(hosts, folder, launcher, workers)
-
-
-__all__ = ["Host", "Pods", "mpijob", "trainjob"]
