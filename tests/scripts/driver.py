@@ -147,9 +147,9 @@ def differences(alone: Run, together: Run, compare: bool) -> list[str]:
     return found[:3]
 
 
-def tail(text: str, lines: int = 12) -> str:
+def tail(text: str) -> str:
     """Returns the last lines of the output."""
-    return "\n".join(text.rstrip().splitlines()[-lines:])
+    return "\n".join(text.rstrip().splitlines()[-12:])
 
 
 def scripts(names: list[str] | None = None) -> list[Script]:
