@@ -66,25 +66,22 @@ def test_an_exception_of_a_rank_is_one_here() -> None:
     )
 
 
-def test_a_function_that_exits_has_no_result() -> None:
-    def work():
-        if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
-            sys.exit(0)
-        return "a result"
-
-    with pytest.raises(RuntimeError, match=r"rank 1 failed first(.|\n)*called sys\.exit\(\)"):
-        hvd_keras.run(work, np=3, options=ENGINE)
-
-
-def test_a_function_that_ends_its_process_has_no_result() -> None:
+@pytest.mark.parametrize(
+    ("end", "text"),
+    [
+        (sys.exit, r"rank 1 failed first(.|\n)*called sys\.exit\(\)"),
+        (os._exit, r"the function ended its process(.|\n)*rank 1 fa"),
+    ],
+)
+def test_a_function_that_exits_has_no_result(end, text: str) -> None:
     def work():
         from hvd_keras.launch.onhost.worker import find_rank
 
         if find_rank(os.environ) == 1:
-            os._exit(0)
+            end(0)
         return "a result"
 
-    with pytest.raises(RuntimeError, match=r"the function ended its process(.|\n)*rank 1 fa"):
+    with pytest.raises(RuntimeError, match=text):
         hvd_keras.run(work, np=3, options=ENGINE)
 
 
