@@ -1,12 +1,10 @@
 """``hvdrun --auto``: weights that a function only reads are sent again once they have changed."""
 
-import pathlib
 import re
 import sys
 
-import pytest
-
 from tests.harness.launcher import Launcher
+from tests.jobs.test_auto import launcher as launcher
 
 # Prints how many of 4 matrices each call has sent, and what it has computed.
 KEEPS = """
@@ -40,13 +38,6 @@ net.compile(keras.optimizers.SGD(1e-3), "mse")
 call("fit", x); kernel.assign_add(tf.ones_like(kernel)); call("fit", x)
 del kernel; net = make(); gc.collect(); net.compile("sgd", "mse"); call("evaluate", x)
 """
-
-
-@pytest.fixture
-def launcher(tmp_path: pathlib.Path) -> Launcher:
-    made = Launcher(tmp_path)
-    made.forks = True
-    return made
 
 
 def test_weights_are_sent_when_they_have_changed(launcher: Launcher) -> None:
