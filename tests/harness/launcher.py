@@ -61,6 +61,14 @@ class Launcher:
         path.write_text(PRELUDE + textwrap.dedent(text))
         return str(path)
 
+    def program(self, name: str, text: str) -> str:
+        """Make a program of the shell in the folder; return its path."""
+        path = self.folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+        return str(path)
+
     def command(self, *arguments: str) -> list[str]:
         return [sys.executable, "-m", "hvd_keras.hvdrun", *self.options, *arguments]
 

@@ -320,20 +320,16 @@ def test_a_deleted_folder_is_refused(hvdrun):
 
 
 def test_mpiruns_output_without_a_version_is_shown(hvdrun):
-    path = hvdrun.folder / "mpirun"
-    path.write_text("#!/bin/sh\necho 'Unable to get the user home directory' >&2\n")
-    path.chmod(0o755)
-    done = hvdrun.run("--mpirun", str(path), "-np", "1", "true")
+    path = hvdrun.program("mpirun", "echo 'Unable to get the user home directory' >&2")
+    done = hvdrun.run("--mpirun", path, "-np", "1", "true")
     assert "says 'Unable to get the user home directory'; expected Open MPI's" in done.stderr
 
 
 def test_an_interrupt_before_the_start_is_no_traceback(hvdrun):
     """hvdrun asks mpirun for its version."""
-    path = hvdrun.folder / "mpirun"
-    path.write_text("#!/bin/sh\ntouch asked\nexec sleep 100\n")
-    path.chmod(0o755)
+    path = hvdrun.program("mpirun", "touch asked\nexec sleep 100")
     process = subprocess.Popen(
-        hvdrun.command("--mpirun", str(path), "-np", "1", "true"),
+        hvdrun.command("--mpirun", path, "-np", "1", "true"),
         cwd=hvdrun.folder,
         stderr=subprocess.PIPE,
         text=True,

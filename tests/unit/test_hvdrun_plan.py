@@ -60,11 +60,7 @@ COMMANDS = {
 
 def fake(hvdrun, name: str, text: str) -> str:
     """A program that says this, in place of one that is not on every machine."""
-    path = hvdrun.folder / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(f"#!/bin/sh\ncat << 'END'\n{text}\nEND\n")
-    path.chmod(0o755)
-    return str(path)
+    return hvdrun.program(name, f"cat << 'END'\n{text}\nEND")
 
 
 @pytest.mark.parametrize("engine", VERSIONS)
@@ -273,10 +269,8 @@ def test_ways_to_say_how_many_ranks(hvdrun) -> None:
     (hvdrun.folder / "keras-9.dist-info").mkdir()
     (hvdrun.folder / "keras-9.dist-info/METADATA").write_text("Name: keras\nVersion: 9\n")
     environment = hvdrun.environment | {"PYTHONPATH": str(hvdrun.folder)}
-    shell = hvdrun.folder / "shell"
-    shell.write_text('#!/bin/sh\nunset PYTHONPATH\nshift\nexec sh -c "$@"\n')
-    shell.chmod(0o755)
-    there = ("--remote-shell", str(shell), "-H", "server1", "--network-interface", "lo")
+    shell = hvdrun.program("shell", 'unset PYTHONPATH\nshift\nexec sh -c "$@"')
+    there = ("--remote-shell", shell, "-H", "server1", "--network-interface", "lo")
     scripted = (*there[:2], "--host-discovery-script", "echo server1", *there[4:])
     cores = usable_cores()
     for options, size in (
@@ -384,11 +378,9 @@ def test_a_restart_waits_for_a_list_of_hosts_that_is_away(hvdrun) -> None:
     (hvdrun.folder / "answers").mkdir()
     for number, answer in enumerate(["echo localhost:1", "exit 3", "true", "echo localhost:1"]):
         (hvdrun.folder / "answers" / str(number)).write_text(answer)
-    script = hvdrun.folder / "hosts.sh"
-    script.write_text("#!/bin/sh\ncd answers; set -- *; mv $1 now; . ./now\n")
-    script.chmod(0o755)
+    script = hvdrun.program("hosts.sh", "cd answers; set -- *; mv $1 now; . ./now")
     code = "if os.path.exists('again'): sys.exit(0)\nopen('again', 'w')\nsys.exit(3)"
-    options = ("--host-discovery-script", str(script), "-np", "1", "--max-restarts", "1")
+    options = ("--host-discovery-script", script, "-np", "1", "--max-restarts", "1")
     done = hvdrun.run(*options, sys.executable, hvdrun.script(code))
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if "failed first" not in line]
@@ -402,9 +394,7 @@ def test_a_restart_waits_for_a_list_of_hosts_that_is_away(hvdrun) -> None:
 
 
 def test_slurms_error_is_shown(hvdrun, monkeypatch) -> None:
-    path = hvdrun.folder / "scontrol"
-    path.write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
-    path.chmod(0o755)
+    hvdrun.program("scontrol", "echo 'Unable to contact slurm controller' >&2\nexit 1")
     monkeypatch.setenv("PATH", f"{hvdrun.folder}:{os.environ['PATH']}")
     with pytest.raises(UsageError, match=r"`scontrol .*` ended .* 1: Unable to contact slurm"):
         asyncio.run(slurm.nodes({"SLURM_JOB_NODELIST": "n[1-3]"}))
@@ -414,14 +404,12 @@ def test_slurms_error_is_shown(hvdrun, monkeypatch) -> None:
 
 def test_all_hosts_are_cleaned_up_at_once(hvdrun) -> None:
     """Each of 150 waits until all have had their input, and answers then."""
-    reach = hvdrun.folder / "reach"
     text = f"cat > /dev/null; touch here-$1; flock --shared gate true; echo {sweep.MARK}"
-    reach.write_text(f"#!/bin/sh\ncd {hvdrun.folder}; {text}\n")
-    reach.chmod(0o755)
+    reach = hvdrun.program("reach", f"cd {hvdrun.folder}; {text}")
     names = [f"n{number}" for number in range(150)]
 
     async def sweep_all() -> set[str]:
-        work = asyncio.create_task(Remains(RemoteShell([str(reach)])).sweep(names))
+        work = asyncio.create_task(Remains(RemoteShell([reach])).sweep(names))
         with (hvdrun.folder / "gate").open("w") as gate:
             fcntl.flock(gate, fcntl.LOCK_EX)
             while len([*hvdrun.folder.glob("here-*")]) < len(names) and not work.done():
@@ -435,12 +423,8 @@ def test_all_hosts_are_cleaned_up_at_once(hvdrun) -> None:
 def test_the_limit_is_that_of_each_host(hvdrun, monkeypatch) -> None:
     """Another process of a program that is called as ssh holds its output open."""
     monkeypatch.setattr(command, "ANSWER_TIMEOUT", 2.0)
-    reach = hvdrun.folder / "reach"
-    reach.write_text(
-        f"#!/bin/sh\n[ $1 = n1 ] && echo {sweep.MARK} && exit\nsleep {FOREVER} &\nsleep {FOREVER}\n"
-    )
-    reach.chmod(0o755)
-    shell = RemoteShell([str(reach)])
+    text = f"[ $1 = n1 ] && echo {sweep.MARK} && exit\nsleep {FOREVER} &\nsleep {FOREVER}"
+    shell = RemoteShell([hvdrun.program("reach", text)])
     assert asyncio.run(Remains(shell).sweep(["n2", "n1", "n3"])) == {"n2", "n3"}
 
 
@@ -452,9 +436,7 @@ def test_the_limit_is_that_of_each_host(hvdrun, monkeypatch) -> None:
     ],
 )
 def test_signals_are_handled_while_hosts_are_asked(hvdrun, options: list[str]) -> None:
-    slow = hvdrun.folder / "slow"
-    slow.write_text(f"#!/bin/sh\ntouch asked\nsleep {FOREVER}\n")
-    slow.chmod(0o755)
+    hvdrun.program("slow", f"touch asked\nsleep {FOREVER}")
     process = subprocess.Popen(
         hvdrun.command(*options, "true"),
         cwd=hvdrun.folder,
@@ -483,10 +465,8 @@ def test_a_question_is_ended_at_any_moment_of_its_start() -> None:
 
 def test_a_greeting_of_the_hosts_shell_is_no_answer(hvdrun, capsys) -> None:
     """And a clean-up that fails is told."""
-    reach = hvdrun.folder / "reach"
-    reach.write_text('#!/bin/sh\necho Welcome to $1\n[ "$1" = n1 ] && exec sh -c "$2"\nexit 3\n')
-    reach.chmod(0o755)
-    shell = RemoteShell([str(reach)])
+    text = 'echo Welcome to $1\n[ "$1" = n1 ] && exec sh -c "$2"\nexit 3'
+    shell = RemoteShell([hvdrun.program("reach", text)])
     lost = asyncio.run(Remains(shell, starts=["0"]).sweep(["n1", "n2"]))
     assert lost == set()
     told = f"it cannot run {sys.executable}: exit status 3: no output\n"
