@@ -80,15 +80,11 @@ class Launcher:
         return given | {"HVD_KEEP_IMPORTS": KEEP} if forks else given
 
     def run(self, *arguments: str, **options) -> subprocess.CompletedProcess[str]:
+        env = self._environment(arguments, options.pop("env", self.environment))
+        usual = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        usual |= {"timeout": LIMIT} | ({} if "input" in options else {"stdin": subprocess.DEVNULL})
         return subprocess.run(
-            self.command(*arguments),
-            cwd=self.folder,
-            env=self._environment(arguments, options.pop("env", self.environment)),
-            stdin=None if "input" in options else subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=options.pop("timeout", LIMIT),
-            **options,
+            self.command(*arguments), cwd=self.folder, env=env, **(usual | options)
         )
 
     def python(self, size: int, text: str, *arguments: str, **options):

@@ -33,14 +33,7 @@ def test_lines_of_both_streams_begin_with_the_rank(hvdrun):
 def test_no_prefix_leaves_the_bytes_alone(hvdrun):
     script = hvdrun.script("if rank == 1: sys.stdout.buffer.write(b'a\\r\\n\\xff b\\0\\n\\n c')")
     job = ("-np", "2", "--oversubscribe", "--no-prefix", sys.executable, script)
-    done = subprocess.run(
-        hvdrun.command(*job),
-        cwd=hvdrun.folder,
-        env=hvdrun.environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=LIMIT,
-    )
+    done = hvdrun.run(*job, text=False)
     assert (done.stdout, done.stderr, done.returncode) == (b"a\r\n\xff b\0\n\n c", b"", 0)
 
 
@@ -190,15 +183,7 @@ def test_a_progress_bar_keeps_its_prefix_in_a_terminal(hvdrun):
 
 def test_a_full_disk_under_stdout_does_not_end_the_job(hvdrun):
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            hvdrun.command("-np", "1", sys.executable, hvdrun.script("print('x')\nmeet(1)")),
-            cwd=hvdrun.folder,
-            env=hvdrun.environment,
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=LIMIT,
-        )
+        done = hvdrun.python(1, "print('x')\nmeet(1)", stdout=full)
     told = "hvdrun: cannot write the ranks' output: No space left on device; a part is lost\n"
     assert (done.returncode, done.stderr) == (0, told)
     assert (hvdrun.folder / "here-0").exists()
