@@ -51,6 +51,9 @@ def main() -> int:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:  # it was closed when Python began
+            setattr(sys, name, os.fdopen(number, "w", closefd=False))
     try:
         return _launch()
     except KeyboardInterrupt:  # before `Signals` listens

@@ -4,20 +4,22 @@ Each rank is a process of this module. The pickles of the function and of the re
 the connections between hvdrun and its workers, which have proved that they know the job's secret.
 """
 
+import io
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from hvd_keras.launch.onhost.worker import CALL, FUNCTION, RESULT, STARTED
 
-# Lines of hvdrun's errors that an exception repeats.
-LAST_LINES = 30
+# Lines of hvdrun's errors that an exception repeats: before the cause, and if none is known.
+_BEFORE, _LAST = 5, 30
 
 
 def run(
@@ -104,12 +106,15 @@ def call(
 def _follow(
     command: Sequence[str], show: Callable[[str, str], None], process: Mapping[str, Any]
 ) -> tuple[int, str]:
-    """Run hvdrun; returns its exit status, and the last lines of its own on stderr."""
+    """Run hvdrun; returns its exit status, and why it failed, of what it says itself."""
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    how = {**pipes, "text": True, "errors": "replace", "start_new_session": True, **process}
+    how: Any = {**pipes, "start_new_session": True, **process}
     with subprocess.Popen(command, **how) as hvdrun:
-        last: list[str] = []
-        streams: Any = ((hvdrun.stdout, "stdout", show, []), (hvdrun.stderr, "stderr", show, last))
+        own: deque[str] = deque(maxlen=1000)
+        streams: Any = (
+            (hvdrun.stdout, "stdout", show, deque()),
+            (hvdrun.stderr, "stderr", show, own),
+        )
         threads = [threading.Thread(target=_relay, args=stream) for stream in streams]
         for thread in threads:
             thread.start()
@@ -122,16 +127,18 @@ def _follow(
         finally:
             for thread in threads:
                 thread.join()
-    return status, "".join(last)
+    lines = [*own]
+    causes = [i for i, line in enumerate(lines) if re.match("hvdrun: .* failed first", line)]
+    first = max(0, causes[-1] - _BEFORE) if causes else -_LAST
+    return status, "".join(lines[first:])
 
 
-def _relay(source: IO[str], name: str, show: Callable[[str, str], None], last: list[str]) -> None:
-    """Show lines, and keep the last of hvdrun's own."""
-    for line in source:
+def _relay(source: IO[bytes], name: str, show: Callable[[str, str], None], own: deque[str]) -> None:
+    """Show lines, in which progress bars may go back, and keep hvdrun's own."""
+    for line in io.TextIOWrapper(source, errors="replace", newline="\n"):
         show(line, name)
         if not re.match(r"\[\d+\] (?!hvdrun: )", line):
-            last.append(line)
-            del last[:-LAST_LINES]
+            own.append(line)
 
 
 def main() -> None:

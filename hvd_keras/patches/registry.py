@@ -88,6 +88,7 @@ def _rows() -> list[Patch]:
         (layers.BatchNormalization, "_moments", _SYNCHRONIZE, keras_classes.moments),
         (layers.Embedding, "call", "to look up rows alone", keras_classes.look_up),
         (keras.metrics.MeanMetricWrapper, "update_state", _OF_ALL_ROWS, losses.update),
+        *((owner, name, _WHOLE_FILES, _save_file) for owner, name in storage.writers()),
         *_common_rows(),
     ]
 
@@ -102,6 +103,8 @@ def _legacy_rows() -> list[Patch]:
         (new, "apply_gradients", _NOT_DISTRIBUTED, missing_calls.apply_pairs),
         (old, "apply_gradients", _NOT_DISTRIBUTED, missing_calls.apply_pairs),
         (batch_norm, moments, _SYNCHRONIZE, keras_classes.legacy_moments),
+        (keras.Model, "save", _WHOLE_FILES, _save_file),
+        (keras.Model, "save_weights", _WHOLE_FILES, _save_file),
         *_common_rows(),
     ]
 
@@ -112,17 +115,16 @@ _OF_ALL_ROWS = "to compute functions of all ranks' rows"
 _VARIABLES = "to make variables before the first step"
 _WHOLE_FILES = "to replace files only by complete ones"
 _ONE_WRITER = "to write files on one rank alone"
+_save_file = functools.partial(storage.save, False)
 
 
 def _common_rows() -> list[Patch]:
     model = keras.Model
-    save, export = (functools.partial(storage.save, folders) for folders in (False, True))
+    export = functools.partial(storage.save, True)
     evaluate = functools.partial(patched_fit.evaluate, fit_on_tensorflow)
     fit = functools.partial(patched_fit.fit, fit_on_tensorflow)
     return [
         (model, "fit", "to wait for files and to find what differs", fit),
-        (model, "save", _WHOLE_FILES, save),
-        (model, "save_weights", _WHOLE_FILES, save),
         (model, "export", _WHOLE_FILES, export),
         # Keras's export imports tensorflow.saved_model, a new module in the place of TensorFlow's
         # own one: so this file has imported it before.

@@ -292,6 +292,15 @@ def restored(data: Any) -> Any:
     return np.frombuffer(value.tobytes(), dtype).reshape(value.shape[:-1])
 
 
+def writers() -> list[tuple[Any, str]]:
+    """Return the functions by which all methods and functions of Keras write files of models."""
+    from keras.src.legacy.saving import legacy_h5_format
+    from keras.src.saving import saving_lib
+
+    files = [(saving_lib, "save_model"), (saving_lib, "save_weights_only")]
+    return [*files, (legacy_h5_format, "save_model_to_hdf5")]
+
+
 def save(folders: bool, of_keras: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Replace a function that saves a model: each file is complete at every moment.
 

@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -401,6 +402,22 @@ def test_open_mpi_does_not_look_for_networks(hvdrun):
     assert "OMPI_MCA_btl='^ofi'\n" in hvdrun.run(*dry).stdout
     chosen = hvdrun.run(*dry, env=hvdrun.environment | {"OMPI_MCA_btl": "self,sm"})
     assert "OMPI_MCA_btl=" not in chosen.stdout
+
+
+def test_closed_streams_are_null_devices(hvdrun):
+    job = shlex.join(hvdrun.command("-np", "2", "--oversubscribe", "sh", "-c", "touch $$"))
+    done = subprocess.run(["sh", "-c", f"{job} <&- >&- 2>&-"], cwd=hvdrun.folder, timeout=LIMIT)
+    assert done.returncode == 0
+    assert len([*hvdrun.folder.glob("[0-9]*")]) == 2
+
+
+def test_a_script_on_standard_input_may_have_arguments(hvdrun):
+    command = ["-np", "1", sys.executable, "-", "data.csv"]
+    done = hvdrun.run(*command, input="import sys; print(sys.argv)")
+    assert (done.returncode, done.stdout) == (0, "[0] ['-', 'data.csv']\n"), done.stderr
+    done = hvdrun.run("--auto", *command, input="")
+    assert done.returncode == 2
+    assert "expected a Python script or -m module" in done.stderr
 
 
 def test_check(hvdrun):

@@ -51,14 +51,24 @@ if __name__ == "__main__":
     assert (done.stdout, done.stderr, done.returncode) == ("[42]\n", "", 0)
 
 
-def test_an_exception_of_a_rank_is_one_here() -> None:
+def test_an_exception_of_a_rank_is_one_here(capfd) -> None:
+    # Python shows equal frames once.
+    functions = ["def f0(): raise KeyError('no such thing')"]
+    functions += [f"def f{i + 1}(): f{i}()" for i in range(40)]
+
     def work():
         if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
-            raise KeyError("no such thing")
+            for step in range(40):  # a progress bar
+                print(f"\rstep {step}", end="", file=sys.stderr, flush=True)
+            print(file=sys.stderr)
+            names = {}
+            exec("\n".join(functions), names)
+            names["f40"]()
         threading.Event().wait()
 
     with pytest.raises(RuntimeError) as caught:
         hvd_keras.run(work, np=2, options=ENGINE)
+    assert "\rstep 38\rstep 39\n" in capfd.readouterr().err
     assert re.match(
         r"hvd_keras.run: hvdrun: rank 1 failed first: exit status 1\n"
         r"Traceback(.*\n)*KeyError: 'no such thing'\nhvdrun",

@@ -20,9 +20,9 @@ def is_python(path: str) -> bool:
 
 
 def divide_python(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Divide the words behind a Python into its options, and the script, ``-m`` or ``-c`` on."""
+    """Divide the words behind a Python into its options, and the script, -, -m or -c on."""
     count = 0
-    while count < len(words) and words[count].startswith("-") and not _LAST.match(words[count]):
+    while count < len(words) and re.match("-.", words[count]) and not _LAST.match(words[count]):
         count += 2 if _WITH_VALUE.fullmatch(words[count]) else 1
     return [*words[:count]], [*words[count:]]
 

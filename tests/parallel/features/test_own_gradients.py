@@ -136,12 +136,10 @@ class Sharpness(Step):
 
 @pytest.mark.parametrize("tape", [lambda tape: tape, hvd.DistributedGradientTape])
 @pytest.mark.parametrize("options", [{}, {"jit_compile": True}, {"steps_per_execution": 2}])
-def test_weights_moved_by_own_gradients_are_told(tape, options, monkeypatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(log, "warn_once", told.append)
+def test_weights_moved_by_own_gradients_are_told(tape, options, warned) -> None:
     fit(type("Own", (Sharpness,), {"tape": staticmethod(tape)}), **options)
     fit(Step, **options)  # the second of two steps in one graph finds what the first has assigned
-    told = [text for text in told if "weights are moved by gradients of one rank" in text]
+    told = [text for text in warned if "weights are moved by gradients of one rank" in text]
     is_own = tape is not hvd.DistributedGradientTape
     assert bool(told) == (is_own and RANK == 0), told
     assert all(f"{__file__}:" in text for text in told), told

@@ -7,6 +7,7 @@ import threading
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import hvd_keras as hvd
 from hvd_keras.runtime import agree
@@ -38,10 +39,25 @@ def loaded(path) -> np.ndarray:
 
 SAVE = {
     "save": (lambda path: model().save(path), "model.keras"),
-    "h5": (lambda path: model().save(path), "model.h5"),
+    "h5": (lambda path: keras.saving.save_model(model(), path), "model.h5"),
     "save_weights": (lambda path: model().save_weights(path), "model.weights.h5"),
     "ModelCheckpoint": (checkpointed, "model.keras"),
 }
+
+
+@pytest.mark.parametrize("name", ["model.keras", "model.h5", "model.weights.h5"])
+def test_all_ranks_may_call_keras_functions_that_save(directory, name: str) -> None:
+    large = keras.Sequential([keras.Input((512,)), *[keras.layers.Dense(512) for _ in range(4)]])
+    hvd.broadcast_variables(large.variables, 0)
+    save = keras.saving.save_weights if "weights" in name else tf.keras.models.save_model
+    for _ in range(4):
+        hvd.barrier()
+        save(large, directory / name)
+        hvd.barrier()
+        if name == "model.weights.h5":
+            large.load_weights(directory / name)
+        else:
+            keras.models.load_model(directory / name)
 
 
 def link(at: pathlib.Path, to: str) -> None:
