@@ -174,10 +174,16 @@ class Program:
             every = [*optimizer.variables, *(inner.variables if inner is not optimizer else [])]
             # Each rank has the sum of its own gradients.
             variables["optimizer"] = [v for v in every if all(v is not own for own in sums)]
+        every = [v for some in variables.values() for v in some]
+        own = {id(v) for v in every if "own" in v.path}
+        for slots in vars(inner).values():  # the names of some say nothing
+            if isinstance(slots, list) and len(slots) == len(inner._trainable_variables):
+                pairs = zip(slots, inner._trainable_variables, strict=True)
+                own |= {id(slot) for slot, weight in pairs if id(weight) in own}
         for kind, some in variables.items():
-            shared = [v for v in some if "own" not in v.path]
+            shared = [v for v in some if id(v) not in own]
             found |= {f"{kind} {i} {v.name}": self.whole(v) for i, v in enumerate(shared)}
-            parts = [np.ravel(v) for v in some if "own" in v.path]
+            parts = [np.ravel(v) for v in some if id(v) in own]
             if parts:
                 every = np.concatenate(parts)
                 every = self.hvd.allgather(every, **self.side.options) if self.hvd else every
