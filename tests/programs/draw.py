@@ -132,7 +132,8 @@ IMPOSSIBLE: list[Rule] = [
     # Keras cannot divide sparse gradients.
     (lambda s: s.has_table and s.option == "loss_scale_factor", ["option"]),
     (lambda s: s.has_table or s.data == "frame", ["normalization"]),
-    (lambda s: s.step == "second", ["multi", "then:save"]),
+    # If no other weight is left, Keras builds compile's optimizer for none, and hvd_keras for all.
+    (lambda s: s.step == "second", ["multi", "then:save", "then:freeze"]),
     (lambda s: s.multi, [f"callbacks:{c}" for c in ("plateau", "scheduler", "hvd_schedule")]),
     (lambda s: s.multi, ["then:rate", "backward_passes", "callbacks:swap_ema"]),
     (lambda s: s.step == "tape", ["backward_passes"]),
