@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from numbers import Integral
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvd_keras.data import reading, sources
@@ -43,8 +44,8 @@ def shard(
         source: the same on every rank; one of
 
             - arrays ``x``, ``(x, y)`` or ``(x, y, sample_weight)``, nested as for ``fit``; also
-              tensors, ragged tensors and DataFrames. As in ``fit(x, y)``, floating-point arrays
-              become ``floatx()``, usually float32.
+              tensors, ragged and sparse ones, SciPy's sparse matrices, and DataFrames. As in
+              ``fit(x, y)``, floating-point arrays become ``floatx()``, usually float32.
             - a ``tf.data.Dataset`` of rows or of batches, of known or unknown length, in the same
               order on every rank. Each rank runs it for all elements, so apply costly and random
               maps afterwards: ``shard(files, ...).map(decode)``. If its length is unknown, it is
@@ -256,6 +257,8 @@ def weigh_classes(dataset: Any, class_weight: Any) -> Any:
 def _open(
     source: Any, batch_size: int | None, shuffle: bool | int | None, seed: int, split: Split
 ) -> Source:
+    if isinstance(source, tuple | list | dict) or hasattr(source, "tocoo"):
+        source = tf.nest.map_structure(_of_scipy, source)
     parts = tf.nest.flatten(source) if isinstance(source, tuple | list | dict) else [source]
     if any(isinstance(part, tf.RaggedTensor | tf.SparseTensor) for part in parts):
         source = tf.data.Dataset.from_tensor_slices(tf.nest.map_structure(_as_in_fit, source))
@@ -286,6 +289,15 @@ def _open(
         rows = Opened(Rows(source))
         return arrays.numbered_rows_source(rows, batch_size, shuffle, seed, split)
     return arrays.arrays_source(source, batch_size, everything, seed, split)
+
+
+def _of_scipy(part: Any) -> Any:
+    """Return a sparse matrix of SciPy as TensorFlow's, which ``fit`` makes of it."""
+    if not hasattr(part, "tocoo"):
+        return part
+    matrix = part.tocoo()
+    matrix.sum_duplicates()  # which also orders them
+    return tf.SparseTensor(np.stack([matrix.row, matrix.col], 1), matrix.data, matrix.shape)
 
 
 def _as_in_fit(part: Any) -> Any:

@@ -328,6 +328,24 @@ def test_tensors_dicts_ragged_tensors_and_strings_are_sources() -> None:
     assert "np.asarray(x)" in error_of(data.shard, ([1, 2], [3, 4]), batch_size=1)
 
 
+def test_sparse_matrices_are_sources() -> None:
+    sparse = pytest.importorskip("scipy.sparse", reason="SciPy is not installed")
+    x = np.arange(24.0).reshape(8, 3) % 5 % 3
+    entries = np.nonzero(x)
+    order = np.random.default_rng(1).permutation(len(entries[0]))  # the same on all ranks
+    row, column = (indices[order] for indices in entries)
+    matrix = sparse.coo_matrix((x[row, column], (row, column)), x.shape)
+    for source in (matrix, matrix.tocsc()):
+        seen = []
+        for rows, numbers in data.shard((source, np.arange(8)), batch_size=2):
+            assert isinstance(rows, tf.SparseTensor)
+            assert rows.dtype == tf.float32
+            np.testing.assert_array_equal(tf.sparse.to_dense(rows), x[numbers])
+            seen += numbers.numpy().tolist()
+        everyone = [n for theirs in agree.gather_json("sparse", seen) for n in theirs]
+        assert len({*everyone}) == len(everyone) == 8 // (2 * SIZE) * 2 * SIZE
+
+
 def test_data_frames_are_sources() -> None:
     pandas = pytest.importorskip("pandas")
     x, y = numbered(LENGTH)
