@@ -130,14 +130,15 @@ def were_exchanged(
     In doubt it does not: another average changes dense gradients by nothing.
     """
     pairs = [pair for pair in zip(gradients, variables, strict=False) if pair[0] is not None]
-    if all(hasattr(gradient, "_hvd_reduced") for gradient, _ in pairs) or not pairs:
-        found = bool(pairs)
-    elif not tf.executing_eagerly():
+    if not pairs:
+        return False
+    if not tf.executing_eagerly():
         walk = _Walk(variables)
         found = all(walk.kind(one) == "exchanged" for one, _ in pairs) and not walk.is_doubtful
     elif found := all(variable in _of_distributed for _, variable in pairs):
         # All ranks come here, as all have called the tape; the script may do more on some of them.
-        mine = not any(variable in _of_others for _, variable in pairs)
+        is_same = all(hasattr(gradient, "_hvd_reduced") for gradient, _ in pairs)
+        mine = is_same or not any(variable in _of_others for _, variable in pairs)
         found = all(agree.gather_json(f"{name} of tapes", mine, process_set))
     if tf.executing_eagerly():
         for noted in (_of_distributed, _of_others):

@@ -273,3 +273,14 @@ def test_gradients_beside_those_of_a_distributed_tape_are_exchanged(compiled: bo
 
     (tf.function(step) if compiled else step)(tf.fill([2], 1.0 + RANK))
     np.testing.assert_allclose(weight, -0.5 * np.full(2, np.mean(range(1, SIZE + 1))))
+
+
+def test_a_rank_alone_may_copy_what_a_distributed_tape_returns() -> None:
+    weight = tf.Variable(tf.zeros([2]))
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    optimizer.build([weight])
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(weight * (1.0 + RANK))
+    (known,) = hvd.DistributedGradientTape(tape).gradient(loss, [weight])
+    optimizer.apply([tf.identity(known) if RANK == 0 else known], [weight])
+    np.testing.assert_allclose(weight, -np.full(2, np.mean(range(1, SIZE + 1))))
