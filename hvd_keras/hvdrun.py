@@ -53,7 +53,7 @@ def main() -> int:
     os.close(descriptor)
     for name, number in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:  # it was closed when Python began
-            setattr(sys, name, os.fdopen(number, "w", closefd=False))
+            setattr(sys, name, os.fdopen(number, "w", closefd=False, errors="backslashreplace"))
     try:
         return _launch()
     except KeyboardInterrupt:  # before `Signals` listens

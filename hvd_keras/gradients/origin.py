@@ -195,6 +195,8 @@ class _Walk:
         if op.type.startswith("Hvd") or op.type in _OF_SHAPES:
             self.is_doubtful |= op.type not in _OF_SHAPES | _ON_ALL_RANKS
             return "equal"
+        if op.type == "ResourceGather" and self._kind(op.inputs[1], depth) != "equal":
+            return "data"  # other rows on each rank
         if op.type in ("ReadVariableOp", "ResourceGather"):
             return self._of_variable(op.inputs[0], depth, tensor.shape.rank == 0)
         if op.type.endswith("PartitionedCall"):

@@ -71,8 +71,9 @@ def run(
     return [cloudpickle.loads(result) for result in call(function, command)]
 
 
-def _print(line: str, name: str) -> None:
-    print(line, end="", flush=True, file=getattr(sys, name))  # as Python does: a notebook shows it
+def _print(text: str, name: str) -> None:
+    if (stream := getattr(sys, name)) is not None:  # as Python has it: a notebook shows it
+        print(text, end="", flush=True, file=stream)
 
 
 def call(
@@ -80,14 +81,15 @@ def call(
     options: Sequence[str],
     *,
     name: str = "hvd_keras.run",
-    show: Callable[[str, str], None] = _print,
+    show: Callable[[str, str], None] | None = None,
     **process: Any,
 ) -> list[bytes]:
     """Call a pickled function with its arguments on all ranks; raises as ``run``.
 
     `function` is the pickle of the function, a tuple and a dict of arguments. `name` begins the
-    text of an error. `show` gets each line of hvdrun's output, and "stdout" or "stderr". `process`
-    are further arguments of ``Popen`` for hvdrun. Returns the pickled results, in rank order.
+    text of an error. `show` gets each line of hvdrun's output, and "stdout" or "stderr"; by default
+    all is printed here as it comes. `process` are further arguments of ``Popen`` for hvdrun.
+    Returns the pickled results, in rank order.
     """
     with tempfile.TemporaryDirectory(prefix="hvdrun-call-") as folder:
         Path(folder, FUNCTION).write_bytes(function)
@@ -104,7 +106,7 @@ def call(
 
 
 def _follow(
-    command: Sequence[str], show: Callable[[str, str], None], process: Mapping[str, Any]
+    command: Sequence[str], show: Callable[[str, str], None] | None, process: Mapping[str, Any]
 ) -> tuple[int, str]:
     """Run hvdrun; returns its exit status, and why it failed, of what it says itself."""
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -112,7 +114,7 @@ def _follow(
     with subprocess.Popen(command, **how) as hvdrun:
         own: deque[str] = deque(maxlen=1000)
         streams: Any = (
-            (hvdrun.stdout, "stdout", show, deque()),
+            (hvdrun.stdout, "stdout", show, deque(maxlen=0)),
             (hvdrun.stderr, "stderr", show, own),
         )
         threads = [threading.Thread(target=_relay, args=stream) for stream in streams]
@@ -133,12 +135,20 @@ def _follow(
     return status, "".join(lines[first:])
 
 
-def _relay(source: IO[bytes], name: str, show: Callable[[str, str], None], own: deque[str]) -> None:
-    """Show lines, in which progress bars may go back, and keep hvdrun's own."""
-    for line in io.TextIOWrapper(source, errors="replace", newline="\n"):
-        show(line, name)
-        if not re.match(r"\[\d+\] (?!hvdrun: )", line):
-            own.append(line)
+def _relay(
+    source: IO[bytes], name: str, show: Callable[[str, str], None] | None, own: deque[str]
+) -> None:
+    """Show what hvdrun prints, progress bars at once, and keep its own lines."""
+    begins, is_own = True, True
+    for part in io.TextIOWrapper(source, errors="replace", newline="" if show is None else "\n"):
+        (show or _print)(part, name)
+        if begins:
+            is_own = not re.match(r"\[\d+\] (?!hvdrun: )", part)
+            if part.startswith("hvdrun: restart "):
+                own.clear()
+        if is_own:
+            own.append(part)
+        begins = part.endswith("\n")
 
 
 def main() -> None:

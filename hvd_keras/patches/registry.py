@@ -1,7 +1,7 @@
 """What ``init`` does for Keras on TensorFlow, with all changes of classes of Keras.
 
-Each row names a class, the attribute that changes, and the reason. In a job of one rank, and for
-models that no distributed optimizer trains, the changed methods behave as before.
+Each row names a class or a module, the attribute that changes, and the reason. In a job of one
+rank, and for models that no distributed optimizer trains, what is changed behaves as before.
 """
 
 import contextlib

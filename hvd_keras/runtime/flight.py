@@ -120,7 +120,8 @@ class _Recorder:
                 self._write("")
                 faulthandler.dump_traceback(self._stacks)
                 self._write_native_stacks()
-            self._own.send(b"\0")
+            with contextlib.suppress(OSError):  # the core has stopped waiting
+                self._own.send(b"\0")
 
     def _write_native_stacks(self) -> None:
         program = shutil.which("py-spy")
@@ -135,12 +136,12 @@ class _Recorder:
     def stop(self, *, keep: bool) -> None:
         """End the recording; remove the files unless requests have failed."""
         faulthandler.unregister(signal.SIGTERM)
-        if self._is_handler:
-            faulthandler.disable()
         self._core.shutdown(socket.SHUT_RDWR)
         self._listener.join()
-        for one in (self._own, self._core, self._stacks):
-            one.close()
+        self._own.close()
+        self._core.close()
+        if not self._is_handler:  # else a crash of MPI as it ends is still to be written
+            self._stacks.close()
         if not keep and not self._keep:
             for path in self._paths:
                 path.unlink(missing_ok=True)

@@ -291,7 +291,6 @@ def tell_hvdrun(**message: Any) -> None:
     with contextlib.suppress(OSError):
         if _hvdrun is None:
             ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            atexit.register(ear.close)
             ear.settimeout(1.0)
             # The address of a socket has at most 107 characters.
             folder = os.open(os.path.dirname(path), os.O_PATH)
@@ -300,6 +299,7 @@ def tell_hvdrun(**message: Any) -> None:
             finally:
                 os.close(folder)
             _hvdrun = ear
+            atexit.register(ear.close)
         _hvdrun.send(json.dumps(message).encode())
 
 

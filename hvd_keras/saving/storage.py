@@ -31,7 +31,7 @@ import numpy as np
 
 from hvd_keras.runtime import agree
 
-_FIRST_LINE = b"hvd_keras checkpoint 3\n"
+_FIRST_LINE = b"hvd_keras checkpoint 4\n"
 _BLOCK = 512  # bytes; the smallest user block that HDF5 knows
 _NAME = re.compile(r"checkpoint-(\d{5,})-(\d{7,})\.h5")
 _TRAINING = "training"  # the file that names the training which begins anew
@@ -293,7 +293,7 @@ def restored(data: Any) -> Any:
 
 
 def writers() -> list[tuple[Any, str]]:
-    """Return the functions by which all methods and functions of Keras write files of models."""
+    """Return the functions by which those of Keras 3 write .keras and .h5 files, however called."""
     from keras.src.legacy.saving import legacy_h5_format
     from keras.src.saving import saving_lib
 
@@ -338,11 +338,13 @@ def _can_be_replaced(
 ) -> bool:
     """Whether Keras would write files in an existing folder, and may replace them."""
     target = _resolved(filepath)
-    if not target.parent.is_dir() or (target.exists() and not overwrite):
+    makes_parents = "include_optimizer" in others  # for a whole model in HDF5
+    if not (target.parent.is_dir() or makes_parents) or (target.exists() and not overwrite):
         return False
     if zipped is False or max_shard_size is not None:
         return True
-    is_single = pathlib.Path(filepath).suffix in (".keras", ".h5") and save_format != "tf"
+    files = (".keras", ".h5", ".hdf5")
+    is_single = pathlib.Path(filepath).suffix in files and save_format != "tf"
     return is_single and not target.is_dir()
 
 

@@ -26,9 +26,9 @@ def noted(process_set: ProcessSet) -> Iterator[None]:
     before, _written = _written, {}
     try:
         yield
-        # Not devices, such as /dev/null, nor what is removed already.
-        files = {path: what for path, what in _written.items() if os.path.isfile(path)}
-        mine = {os.path.realpath(path): what for path, what in files.items()}
+        # Not devices, such as /dev/null. What is renamed or removed already was a file.
+        files = {os.path.realpath(path): what for path, what in _written.items()}
+        mine = {p: what for p, what in files.items() if os.path.isfile(p) or not os.path.exists(p)}
         host = os.uname().nodename
         gathered = agree.gather_json("files of callbacks", [host, mine], process_set)
     finally:

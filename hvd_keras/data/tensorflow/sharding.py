@@ -257,14 +257,13 @@ def weigh_classes(dataset: Any, class_weight: Any) -> Any:
 def _open(
     source: Any, batch_size: int | None, shuffle: bool | int | None, seed: int, split: Split
 ) -> Source:
-    if isinstance(source, tuple | list | dict) or hasattr(source, "tocoo"):
-        source = tf.nest.map_structure(_of_scipy, source)
+    given = type(source).__name__
     parts = tf.nest.flatten(source) if isinstance(source, tuple | list | dict) else [source]
-    if any(isinstance(part, tf.RaggedTensor | tf.SparseTensor) for part in parts):
+    if any(map(_is_sparse, parts)):
         source = tf.data.Dataset.from_tensor_slices(tf.nest.map_structure(_as_in_fit, source))
     if split.parts != 1 and isinstance(source, tf.data.Dataset | PyDataset):
         raise ValueError(
-            f"batch_size is a list, and the source is a {type(source).__name__}; expected arrays, "
+            f"batch_size is a list, and the source is a {given}; expected arrays, "
             "files or rows by number. Or give each rank its own data, of any batch size."
         )
     if isinstance(source, tf.data.Dataset):
@@ -291,21 +290,23 @@ def _open(
     return arrays.arrays_source(source, batch_size, everything, seed, split)
 
 
-def _of_scipy(part: Any) -> Any:
-    """Return a sparse matrix of SciPy as TensorFlow's, which ``fit`` makes of it."""
-    if not hasattr(part, "tocoo"):
-        return part
-    matrix = part.tocoo()
-    matrix.sum_duplicates()  # which also orders them
-    return tf.SparseTensor(np.stack([matrix.row, matrix.col], 1), matrix.data, matrix.shape)
+def _is_sparse(part: Any) -> bool:
+    """Whether rows are of different lengths, or a sparse matrix, also of SciPy."""
+    is_of_scipy = hasattr(part, "tocoo") and part.ndim == 2
+    return is_of_scipy or isinstance(part, tf.RaggedTensor | tf.SparseTensor)
 
 
 def _as_in_fit(part: Any) -> Any:
     """Return a part of rows, perhaps ragged or sparse, as ``fit`` casts and shapes it."""
     if not getattr(part, "shape", ()):  # a number of a list
         return part
-    if not isinstance(part, tf.RaggedTensor | tf.SparseTensor):
+    if not _is_sparse(part):
         return reading.as_fit_casts(*reading.parts_of([part], tf.nest.flatten))
+    if hasattr(part, "tocoo"):
+        matrix = part.tocoo(copy=True)
+        matrix.sum_duplicates()  # which also orders them
+        places = np.stack([matrix.row, matrix.col], 1)
+        part = tf.SparseTensor(places, matrix.data, matrix.shape)
     return tf.cast(part, keras.backend.floatx()) if part.dtype.is_floating else part
 
 

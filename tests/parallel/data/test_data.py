@@ -343,6 +343,7 @@ def test_sparse_matrices_are_sources() -> None:
             np.testing.assert_array_equal(tf.sparse.to_dense(rows), x[numbers])
             seen += numbers.numpy().tolist()
         everyone = [n for theirs in agree.gather_json("sparse", seen) for n in theirs]
+        np.testing.assert_array_equal(matrix.row, row)
         assert len({*everyone}) == len(everyone) == 8 // (2 * SIZE) * 2 * SIZE
 
 

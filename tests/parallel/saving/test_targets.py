@@ -45,15 +45,19 @@ SAVE = {
 }
 
 
-@pytest.mark.parametrize("name", ["model.keras", "model.h5", "model.weights.h5"])
+@pytest.mark.parametrize("name", ["model.keras", "model.hdf5", "new/m.h5", "model.weights.h5"])
 def test_all_ranks_may_call_keras_functions_that_save(directory, name: str) -> None:
     large = keras.Sequential([keras.Input((512,)), *[keras.layers.Dense(512) for _ in range(4)]])
     hvd.broadcast_variables(large.variables, 0)
     save = keras.saving.save_weights if "weights" in name else tf.keras.models.save_model
-    for _ in range(4):
+    save(large, directory / name)
+    for _ in range(3):
         hvd.barrier()
-        save(large, directory / name)
-        hvd.barrier()
+        with (directory / name).open() as before:
+            hvd.barrier()
+            save(large, directory / name)
+            hvd.barrier()
+            assert os.fstat(before.fileno()).st_nlink == 0, "it was written in place"
         if name == "model.weights.h5":
             large.load_weights(directory / name)
         else:
