@@ -54,7 +54,8 @@ class ExchangeOptions:
 
     def scale_local(self, gradient: Any, is_divided: bool = False) -> Any:
         """Scale a gradient that stays on this rank."""
-        # That of a divided table is the sum over all ranks: it becomes what op makes of others.
+        # That of a divided table is the sum over all ranks: it becomes what op makes of others,
+        # before it is accumulated, so that the sum is that of any number of ranks.
         scale = self.op is ops.Average if is_divided else self.scale_local_gradients
         if gradient is None or not scale:
             return gradient

@@ -118,6 +118,8 @@ class GradientReducer:
                     self._steps = agreement.handle_of(tf.constant(0, tf.int64))
             agreement.check_step(self.name, self._steps, self.process_set)
         gradients = self.options.densified(gradients)
+        for i in () if are_reduced else divided:
+            gradients[i] = self.options.scale_local(gradients[i], is_divided=True)
         # A divided table's gradient is the sum over all ranks already: its lookup has moved it.
         local_ids = {*self.local, *map(shards.variable_id, local)}
         shared = [
@@ -246,9 +248,9 @@ class Step:
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def exchange(self, gradients: Sequence[Any]) -> list[Any]:
         """Exchange what the optimizer has made of the gradients of ``updated``, in their order."""
-        self.exchanged = True
+        self.exchanged, gradients = True, list(gradients)
         if self._plan is None or not self.exchanges:
-            return list(gradients)
+            return gradients
         positions = [self._position.get(i) for i in self._updated]  # None: it stays on this rank
         # In the order of the plan; None where no rank has a gradient, or Keras does not update.
         travelling: list[Any] = [None] * len(self._plan.specs)
@@ -256,12 +258,12 @@ class Step:
             if position is not None:
                 travelling[position] = gradient
         travelling = self._reducer.exchange(self._plan, travelling, self._travelling)
-        return [
-            self._reducer.options.scale_local(gradient, place in self.divided)
-            if position is None
-            else travelling[position]
-            for place, (position, gradient) in enumerate(zip(positions, gradients, strict=True))
-        ]
+        for place, position in enumerate(positions):
+            if position is not None:
+                gradients[place] = travelling[position]
+            elif place not in self.divided:
+                gradients[place] = self._reducer.options.scale_local(gradients[place])
+        return gradients
 
 
 class Plan:
