@@ -1,5 +1,6 @@
 """Checkpoints and saved models of tables of which each rank has a part."""
 
+import contextlib
 import warnings
 from typing import Any
 
@@ -132,6 +133,39 @@ def test_other_numbers_of_ranks(directory) -> None:
     train(model, hvd.callbacks.Checkpoint(directory), *back_to_the_first(), epochs=2)
     assert_equal(state_of(model), there)
     hvd.remove_process_set(some)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.skipif(SIZE == 1, reason="needs another number of ranks")
+def test_an_accumulation_goes_on_with_other_numbers_of_ranks(directory) -> None:
+    """A step has 12 rows on any number of ranks; eight steps make two updates."""
+    random = np.random.default_rng(3)
+    rows = random.integers(0, ROWS, (96, 3)), random.normal(size=(96, 1))
+    fewer = hvd.add_process_set(list(range(SIZE - 1)))
+
+    def table(name: str, of: Any, *more: Any, shard: Any = "rows") -> Any:
+        if not of.included():
+            return None
+        options = {"combiner": "sum", "shard": shard, "process_set": of}
+        one = hvd.layers.Embedding(ROWS, 1, embeddings_initializer="zeros", **options)
+        model = keras.Sequential([keras.Input((3,), dtype="int32"), one])
+        sgd = keras.optimizers.SGD(0.1, gradient_accumulation_steps=4)
+        model.compile(hvd.DistributedOptimizer(sgd, process_set=of), "mse")
+        data = hvd.data.shard(rows, batch_size=12 // of.size(), shuffle=False, process_set=of)
+        saved = hvd.callbacks.Checkpoint(directory / name, save_freq=1, process_set=of)
+        with contextlib.suppress(KeyboardInterrupt):
+            model.fit(data, verbose=0, callbacks=[saved, *more])
+        return one.get_table()
+
+    expected = table("undisturbed", EVERYONE)
+    table("to fewer", EVERYONE, Crash(3))
+    found = table("to fewer", fewer)
+    table("to more", fewer, Crash(3))
+    table("to whole", EVERYONE, Crash(3))
+    results = [table("to more", EVERYONE), table("to whole", EVERYONE, shard=None)]
+    for result in [*results, *([found] if fewer.included() else [])]:
+        np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
+    hvd.remove_process_set(fewer)
 
 
 def test_a_damaged_part_is_told_and_the_checkpoint_before_is_used(directory) -> None:
