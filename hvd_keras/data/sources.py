@@ -12,7 +12,7 @@ import numpy as np
 from hvd_keras.data import reading
 from hvd_keras.data.reading import Source
 from hvd_keras.data.split import MODES
-from hvd_keras.runtime import agree, log
+from hvd_keras.runtime import agree, log, process_sets
 from hvd_keras.runtime.keras import PyDataset, keras
 from hvd_keras.runtime.process_sets import ProcessSet
 
@@ -197,7 +197,7 @@ def steps(
     source: Any, length: Callable[[Any], Any], kinds: str, uneven: str, process_set: ProcessSet
 ) -> int:
     """See ``hvd.data.agree_on_steps``; ``length`` returns that of sources of ``kinds``."""
-    process_set.check_included("data.agree_on_steps")
+    process_sets.check(process_set, "data.agree_on_steps")
 
     def look() -> int | None:
         if uneven not in ("trim", "error"):

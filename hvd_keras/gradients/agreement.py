@@ -220,8 +220,9 @@ def groups(num_groups: int, groups: int | Sequence[Sequence[Any]] | None) -> Gro
                 f"groups is {chosen}, expected the number of groups, or 0 to group by size."
             )
         return chosen
-    if not all(isinstance(group, Sequence) for group in chosen):
-        raise ValueError(f"groups is {groups!r}, expected an integer or lists of variables.")
+    every = [chosen, *chosen] if isinstance(chosen, Sequence) else [chosen]
+    if any(isinstance(group, str) or not isinstance(group, Sequence) for group in every):
+        raise ValueError(f"groups is {chosen!r}, expected an integer or lists of variables.")
     return chosen
 
 

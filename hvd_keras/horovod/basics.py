@@ -96,7 +96,7 @@ def as_process_set(given: Any) -> Any:
 
 def remove_process_set(process_set: ProcessSet) -> bool:
     """``hvd_keras.remove_process_set``; False for the set of all ranks, instead of an error."""
-    if process_set.process_set_id == 0:
+    if getattr(process_set, "process_set_id", None) == 0:
         return False
     return own.remove_process_set(process_set)
 

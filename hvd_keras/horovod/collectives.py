@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from hvd_keras import ops
 from hvd_keras.ops import validate
-from hvd_keras.runtime import objects
+from hvd_keras.runtime import objects, process_sets
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.runtime.reductions import chosen
 from hvd_keras.training.broadcasting import broadcast_variables as _broadcast_variables
@@ -24,6 +24,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 def check_included(kind: str, process_set: ProcessSet) -> None:
     """Raise Horovod's exception if this rank may not make the call."""
+    process_sets.check_type(process_set, kind)
     process_set.id()
     if not process_set.included():
         raise tf.errors.InvalidArgumentError(
@@ -127,6 +128,7 @@ def _truncating(function: _Function, gradient_times_size: bool = False) -> _Func
         given = bound.arguments
         tensors, process_set = given.pop("tensors"), given["process_set"]
         check_included(kind, process_set)
+        tensors = validate.listed(kind, tensors)
         with validate.on_all_ranks(kind, given["name"] or "unnamed", process_set):
             average = given.pop("average", None)
             validate.check_average(average)

@@ -21,6 +21,7 @@ from hvd_keras.horovod import collectives
 from hvd_keras.horovod.collectives import in_order
 from hvd_keras.layers import model_files
 from hvd_keras.ops.reduction import Compression, Compressor
+from hvd_keras.runtime import process_sets
 from hvd_keras.runtime.keras import is_legacy, keras
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
@@ -63,6 +64,7 @@ def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)
 
 def is_outside(process_set: ProcessSet) -> bool:
     """Whether the set has taken effect, and this rank is not in it."""
+    process_sets.check_type(process_set, "DistributedOptimizer or hvd.DistributedGradientTape")
     return process_set.process_set_id is not None and not process_set.included()
 
 

@@ -8,7 +8,7 @@ import tensorflow as tf
 from hvd_keras.gradients import shards, specs
 from hvd_keras.layers import initializers, plan
 from hvd_keras.layers.lookup import Table, lookup
-from hvd_keras.runtime import agree, rank_info
+from hvd_keras.runtime import agree, process_sets, rank_info
 from hvd_keras.runtime.keras import is_legacy, keras
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
@@ -105,7 +105,7 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
             if kwargs.pop(option, None) is not None:
                 raise ValueError(f"{name}: {option} is not supported. Use keras.layers.Embedding.")
         kwargs.pop("input_length", None)  # as keras.layers.Embedding, which ignores it
-        process_set.check_included("layers.Embedding")
+        process_sets.check(process_set, "layers.Embedding")
         super().__init__(**kwargs)
         self.input_dim = input_dim
         self.output_dim = output_dim

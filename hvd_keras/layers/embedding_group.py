@@ -58,6 +58,8 @@ class Embeddings(keras.layers.Layer):  # type: ignore[misc]
         super().__init__(**kwargs)
         if not tables:
             raise ValueError(f"{self.name}: got no tables, expected at least one.")
+        if not isinstance(tables, dict):
+            raise TypeError(f"{self.name}: tables is {tables!r:.99}, expected a dict of names.")
         for name, table in tables.items():
             if not isinstance(table, Embedding):
                 raise TypeError(

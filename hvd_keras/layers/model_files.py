@@ -21,7 +21,7 @@ from hvd_keras import ops, optimizer
 from hvd_keras.gradients import model_ranks, shards
 from hvd_keras.layers.embedding import Embedding
 from hvd_keras.ops.reduction import Compression, Compressor
-from hvd_keras.runtime import agree
+from hvd_keras.runtime import agree, process_sets
 from hvd_keras.runtime.keras import innermost, is_legacy, keras, require
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.saving import storage
@@ -55,13 +55,16 @@ def save_model(
 
     Raises:
         ValueError: the file's name does not end in ``.keras``, or tf_keras is in use.
+        TypeError: ``model`` is no model.
         OSError: (on all ranks) the file cannot be written.
     """
     if is_legacy:
         raise ValueError("hvd.save_model needs Keras 3, but tf_keras is in use. Use model.save.")
     if not str(filepath).endswith(".keras"):
         raise ValueError(f"hvd.save_model: got {filepath}, expected a name that ends in .keras.")
-    process_set.check_included("save_model")
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"hvd.save_model: got {model!r:.99}, expected a keras.Model.")
+    process_sets.check(process_set, "save_model")
     divided = _divided(model)
     tables = [
         _Table(id(t), (t.input_dim, t.output_dim), t.variable_dtype, _blocks(t, process_set))

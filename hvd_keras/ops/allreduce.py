@@ -146,7 +146,7 @@ def grouped_allreduce(
     _has_reduced |= not _own.get()
     validate.check("allreduce", process_set)
     name = validate.name("allreduce", name, process_set)
-    tensors = list(tensors)
+    tensors = validate.listed("allreduce", tensors)
     only_slices = bool(tensors) and all(isinstance(x, tf.IndexedSlices) for x in tensors)
     request = ("allgather", f"{name}.slices") if only_slices else ("allreduce", name)
     with validate.on_all_ranks(*request, process_set):

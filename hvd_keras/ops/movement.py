@@ -55,7 +55,7 @@ def grouped_allgather(
     """
     del ignore_name_scope
     validate.check("allgather", process_set)
-    tensors = list(tensors)
+    tensors = validate.listed("allgather", tensors)
     if not tensors:
         return []
     name = validate.name("allgather", name, process_set)
@@ -150,6 +150,11 @@ def alltoall(
             rows = tf.convert_to_tensor(splits)
             if not rows.dtype.is_integer:
                 raise TypeError(f"hvd.alltoall: splits are {rows.dtype.name}, expected integers.")
+            if rows.shape.rank not in (1, None):
+                raise ValueError(
+                    f"hvd.alltoall: splits have the shape {rows.shape}, expected ({size},): one "
+                    "number of rows for each rank."
+                )
             rows = tf.cast(rows, tf.int64)
     received, received_splits = validate.raw.hvd_alltoall(
         tensor,

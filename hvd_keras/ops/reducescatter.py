@@ -70,7 +70,7 @@ def grouped_reducescatter(
     """
     del ignore_name_scope
     validate.check("reducescatter", process_set)
-    tensors = list(tensors)
+    tensors = validate.listed("reducescatter", tensors)
     if not tensors:
         return []
     name = validate.name("reducescatter", name, process_set)

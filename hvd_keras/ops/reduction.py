@@ -11,6 +11,13 @@ def check_reducible(
     kind: str, tensor: Any, op: ReduceOp, prescale: float, postscale: float
 ) -> None:
     """Raise ValueError if this reduction does not exist for the tensor's dtype."""
+    try:
+        float(prescale), float(postscale)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"hvd.{kind}: prescale_factor={prescale!r}, postscale_factor={postscale!r}, expected "
+            "numbers."
+        ) from error
     dtype = tensor.dtype
     got = f"hvd.{kind}: got a tensor of dtype {dtype.name} with op=hvd.{op.value}"
     if dtype == tf.bool and op not in (Min, Max):

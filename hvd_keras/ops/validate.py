@@ -2,6 +2,7 @@
 
 import contextlib
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,16 @@ def checked(kind: str, tensor: Any) -> Any:
     return tensor
 
 
+def listed(kind: str, tensors: Any) -> list[Any]:
+    """Return the tensors of a grouped call. Raises TypeError if there is no list of them."""
+    if not isinstance(tensors, Iterable) or hasattr(tensors, "assign"):
+        raise TypeError(
+            f"hvd.grouped_{kind}: got {tensors!r:.99}, expected a list of tensors. For one use "
+            f"hvd.{kind}."
+        )
+    return list(tensors)
+
+
 def with_rows(kind: str, tensor: Any) -> tf.Tensor:
     """As ``checked``, for collectives that need a first dimension."""
     tensor = tf.convert_to_tensor(checked(kind, tensor))
@@ -102,6 +113,7 @@ def name(kind: str, given: str | None, process_set: ProcessSet) -> str:
     """Return the name of a request: the given one, or one that is the same on all ranks."""
     if given is None:
         given = "unnamed" if tf.executing_eagerly() else f"unnamed.{_number(kind, process_set)}"
+    check_type(kind, "name", given, right=isinstance(given, str), expected="a text")
     flight.note_call(f"{kind} '{given}'")
     return given
 

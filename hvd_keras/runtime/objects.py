@@ -7,7 +7,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from hvd_keras.runtime import agree, rank_info
+from hvd_keras.runtime import agree, process_sets, rank_info
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
 
@@ -39,7 +39,7 @@ def broadcast_object(
     del session
     name = name or "object"
     is_root = rank_info.rank() == root_rank
-    process_set.check_included("broadcast_object")
+    process_sets.check(process_set, "broadcast_object")
     call = {"root": root_rank, "process_set": process_set.id()}
     with agree.refused_on_all_ranks("broadcast", f"{name}.length", process_set, root=root_rank):
         data = np.frombuffer(_dumped(obj) if is_root else b"", np.uint8)
@@ -106,7 +106,7 @@ def allgather_object(
     """
     del session
     name = name or "object"
-    process_set.check_included("allgather_object")
+    process_sets.check(process_set, "allgather_object")
     with agree.refused_on_all_ranks("allgather", f"{name}.lengths", process_set):
         data = _dumped(obj)
     return [cloudpickle.loads(theirs) for theirs in agree.gather_bytes(name, data, process_set)]

@@ -241,6 +241,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     Raises:
         ValueError: (on every rank) it is the set of all ranks, or the ranks pass different sets.
     """
+    check_type(process_set, "remove_process_set")
     if process_set is global_process_set:
         raise ValueError(
             "hvd.remove_process_set: got the set of all ranks, which cannot be removed."
@@ -298,11 +299,16 @@ def _integers(ranks: Any) -> list[int]:
         ) from error
 
 
-def check(process_set: Any, caller: str) -> None:
-    """Raise TypeError or ValueError unless it is a process set that includes this process."""
+def check_type(process_set: Any, caller: str) -> None:
+    """Raise TypeError unless it is a process set."""
     if not hasattr(process_set, "check_included"):
         raise TypeError(
             f"hvd.{caller}: process_set is {process_set!r}, expected an hvd.ProcessSet, such as "
             "hvd.add_process_set([0, 1]) returns."
         )
+
+
+def check(process_set: Any, caller: str) -> None:
+    """Raise TypeError or ValueError unless it is a process set that includes this process."""
+    check_type(process_set, caller)
     process_set.check_included(caller)

@@ -1,6 +1,7 @@
 """How tensors are combined."""
 
 import enum
+import numbers
 
 
 class ReduceOp(enum.Enum):
@@ -46,9 +47,9 @@ def check_of_gradients(op: ReduceOp, predivide_factor: float) -> None:
     """Raise ValueError if gradients cannot be combined so."""
     if op not in (Average, Sum, Adasum):
         raise ValueError(f"op is {op!r}, expected hvd.Average, hvd.Sum or hvd.Adasum.")
-    if predivide_factor <= 0:
+    if not isinstance(predivide_factor, numbers.Real) or predivide_factor <= 0:
         raise ValueError(
-            f"gradient_predivide_factor is {predivide_factor}, expected a number above 0."
+            f"gradient_predivide_factor is {predivide_factor!r}, expected a number above 0."
         )
     if predivide_factor != 1 and op is not Average:
         raise ValueError(

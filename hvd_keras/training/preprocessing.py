@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_keras.runtime import agree, objects, rank_info
+from hvd_keras.runtime import agree, objects, process_sets, rank_info
 from hvd_keras.runtime.keras import is_symbolic, keras, outside_graphs, require
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
@@ -108,6 +108,7 @@ def broadcast_preprocessing(
             lookup.adapt(words)
         hvd.broadcast_preprocessing(lookup)
     """
+    process_sets.check(process_set, "broadcast_preprocessing")
     process_set.check_root(root_rank)
     if process_set.size() == 1:
         return

@@ -131,6 +131,11 @@ def test_what_is_no_process_set_and_no_variable() -> None:
         "allreduce": lambda: hvd.allreduce(1.0, process_set=[0, 1]),
         "DistributedOptimizer": lambda: hvd.DistributedOptimizer("adam", process_set=[0, 1]),
         "data.shard": lambda: hvd.data.shard(np.ones(8), batch_size=2, process_set=[0, 1]),
+        "broadcast_object": lambda: hvd.broadcast_object(1, 0, process_set=[0, 1]),
+        "allgather_object": lambda: hvd.allgather_object(1, process_set=[0, 1]),
+        "broadcast_preprocessing": lambda: hvd.broadcast_preprocessing([], 0, [0, 1]),
+        "layers.Embedding": lambda: hvd.layers.Embedding(9, 2, process_set=[0, 1]),
+        "remove_process_set": lambda: hvd.remove_process_set([0, 1]),
     }
     for name, call in calls.items():
         text = rf"hvd.{name}.*: process_set is \[0, 1\], expected an hvd.ProcessSet"
@@ -139,6 +144,36 @@ def test_what_is_no_process_set_and_no_variable() -> None:
     for given, name in ((keras.Sequential(), "Sequential"), ([np.ones(2)], "ndarray")):
         with pytest.raises(TypeError, match=f"got a {name}, expected variables, such as model"):
             hvd.broadcast_variables(given, 0)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: hvd.grouped_allreduce(1.0), "grouped_allreduce: got 1.0, expected a list"),
+        (lambda: hvd.grouped_allgather(keras.Variable(1.0)), "expected a list of tensors. For one"),
+        (lambda: hvd.allreduce(1.0, name=5), "name is 5, expected a text"),
+        (lambda: hvd.allreduce(1.0, prescale_factor=None), "prescale_factor=None, .* numbers"),
+        (lambda: hvd.alltoall(np.ones(SIZE), [[1] * SIZE]), r"splits have the shape \(1, "),
+        (lambda: hvd.save_model("x.keras", keras.Sequential()), "expected a name that ends in"),
+        (lambda: hvd.save_model("model", "x.keras"), "got 'model', expected a keras.Model"),
+        (lambda: hvd.layers.Embeddings([1]), r"tables is \[1\], expected a dict"),
+        (
+            lambda: hvd.DistributedOptimizer("adam", groups="a"),
+            "groups is 'a', expected an integer",
+        ),
+        (
+            lambda: hvd.DistributedOptimizer("adam", num_groups=1.5),
+            "groups is 1.5, expected an int",
+        ),
+        (
+            lambda: hvd.DistributedOptimizer("adam", gradient_predivide_factor="a"),
+            "is 'a', expected a number above 0",
+        ),
+    ],
+)
+def test_wrong_arguments(call, text: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=text):
+        call()
 
 
 def test_unsupported_dtype() -> None:

@@ -102,9 +102,21 @@ def test_scale_factors_of_integers_are_truncated() -> None:
 
 
 def test_a_group_may_mix_integers_with_floats() -> None:
-    integer, real = hvd.grouped_allreduce([tf.constant(RANK + 1), tf.constant(RANK / 1)])
+    values = tf.constant(RANK + 1), tf.constant(RANK / 1)
+    integer, real = hvd.grouped_allreduce(value for value in values)
     assert int(integer) == (SIZE + 1) // 2
     assert float(real) == (SIZE - 1) / 2
+
+
+def test_what_is_no_process_set_is_told() -> None:
+    for call in (
+        lambda: hvd.allreduce(1.0, process_set=[0]),
+        lambda: hvd.broadcast_object(1, 0, process_set="all"),
+        lambda: hvd.DistributedGradientTape(tf.GradientTape(), process_set=[0]),
+        lambda: hvd.remove_process_set([0]),
+    ):
+        with pytest.raises(TypeError, match=r"process_set is .*, expected an hvd\.ProcessSet"):
+            call()
 
 
 def test_reducescatter_truncates_integers() -> None:
