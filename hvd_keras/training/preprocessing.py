@@ -108,7 +108,7 @@ def broadcast_preprocessing(
             lookup.adapt(words)
         hvd.broadcast_preprocessing(lookup)
     """
-    process_sets.check(process_set, "broadcast_preprocessing")
+    process_sets.check_type(process_set, "broadcast_preprocessing")
     process_set.check_root(root_rank)
     if process_set.size() == 1:
         return
