@@ -195,9 +195,9 @@ class _Walk:
         if op.type.startswith("Hvd") or op.type in _OF_SHAPES:
             self.is_doubtful |= op.type not in _OF_SHAPES | _ON_ALL_RANKS
             return "equal"
-        if op.type == "ResourceGather" and self._kind(op.inputs[1], depth) != "equal":
-            return "data"  # other rows on each rank
         if op.type in ("ReadVariableOp", "ResourceGather"):
+            # A rank may gather rows of its own.
+            self.is_doubtful |= any(self._kind(i, depth) != "equal" for i in op.inputs[1:])
             return self._of_variable(op.inputs[0], depth, tensor.shape.rank == 0)
         if op.type.endswith("PartitionedCall"):
             inner = getattr(op.graph._get_function(op.get_attr("f").name), "graph", None)

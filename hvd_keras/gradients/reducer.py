@@ -412,8 +412,10 @@ class KerasReducer(GradientReducer):
         # clipping.
         can_tell = not (self._is_scaled and tf.executing_eagerly())
         if is_together and self.averages_rows and can_tell:
-            shared = [] if self.rounds else shards.without(variables)
-            shared = [v for v in shared if shards.variable_id(v) not in self.local]
+            shared = []  # which only a graph can tell of
+            if self.rounds is None and not tf.executing_eagerly():
+                shared = shards.without(variables)
+                shared = [v for v in shared if shards.variable_id(v) not in self.local]
             origin.check(self.name, grads, variables, self.process_set, shared)
         step = self.begin(grads, variables)
         with replaced(self, "step", step):
