@@ -312,7 +312,12 @@ int run_case(const Case& one, int calls, int code) {
     CHECK_CONTAINS(why[0], one.named ? one.named : one.function);
     for (const Outcome& outcome : outcomes) {
       for (const std::string& message : outcome.messages) {
-        if (!message.empty()) CHECK_EQ(reason(message), why[0]);
+        if (message.empty()) continue;
+        // A device that refuses every call may do so before the first reason is known.
+        if (std::strcmp(one.function, "cuda") == 0)
+          CHECK_CONTAINS(message, one.named);
+        else
+          CHECK_EQ(reason(message), why[0]);
       }
     }
   }
