@@ -5,7 +5,7 @@ from typing import Any
 
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras.runtime.keras import innermost, is_legacy, require, scaling
+from hvd_keras.runtime.keras import innermost, is_legacy, keras, require, scaling
 
 _STEPS_AT_ONCE = "_steps_per_execution" if is_legacy else "steps_per_execution"
 
@@ -189,6 +189,9 @@ class LearningRateWarmupCallback(_LearningRate):
 
 
 def _momentum_buffers(optimizer: Any) -> list[Any]:
+    if is_legacy and isinstance(optimizer, keras.optimizers.legacy.Optimizer):
+        require(optimizer, "_slots", "to correct the momentum")
+        return [slots["momentum"] for slots in optimizer._slots.values() if "momentum" in slots]
     built = getattr(optimizer, "_built" if is_legacy else "built", False)
     if not getattr(optimizer, "momentum", 0) or not built:
         return []

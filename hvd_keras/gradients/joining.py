@@ -23,9 +23,14 @@ def join() -> tf.Tensor:
     optimizer has accumulated (``gradient_accumulation_steps``) is lost if other ranks update later,
     with a warning unless the call is in a graph.
 
+    It misses the others' updates. To train on, first give all ranks the variables of the rank that
+    this returns: ``hvd.broadcast_variables(model.variables, root_rank=int(hvd.join()))``, and the
+    same for ``optimizer.variables``. Otherwise the next step raises ValueError.
+
     Returns:
         The last rank to join, an int32 scalar. In a TensorFlow 1 graph or a ``tf.function`` the
-        rank joins when the tensor is computed.
+        rank joins when the tensor is computed; TensorFlow may do that before a loop over a dataset
+        that precedes the call, so make it outside of a function that has such a loop.
 
     Raises:
         ValueError: ``init()`` was not called.

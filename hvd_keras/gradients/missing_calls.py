@@ -345,6 +345,13 @@ def check_values(values: Any, when: str) -> None:
             f"the {size} ranks began to train with different weights ({what}), so each of "
             f"them trains a different model. {_ADD_THE_CALLBACK}"
         )
+    elif values.restarts and values.steps == 1:
+        text = (
+            f"the {size} ranks' values of {what} differ after hvd.join: a rank that has joined "
+            "misses the updates of the others. Give all ranks those of the last one: "
+            "last = int(hvd.join()), then hvd.broadcast_variables(model.variables, "
+            "root_rank=last), and the same for optimizer.variables."
+        )
     else:
         how = f"differ after {values.steps} steps of {values.loop}"
         if values.equal_after or not values.restarts:
@@ -356,8 +363,6 @@ def check_values(values: Any, when: str) -> None:
             who = f"Not all ranks have the same callbacks ({values.alone}), or a callback"
         if values.loop != "fit":
             who, same = "The script, an optimizer with its own learning rate", ""
-        if values.restarts:
-            same = "broadcast them after hvd.join, from the rank that it returns, "
         text = (
             f"the {size} ranks' values of {what} {how}: the ranks train different models. "
             f"{who} or a layer assigns values that depend on this rank's "

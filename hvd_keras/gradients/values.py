@@ -82,8 +82,11 @@ class Values:
 
     def restart(self) -> None:
         """Count steps from 0 again: ``hvd.join`` ends different numbers of them."""
-        self.restarts += bool(self.steps)
+        has_begun = bool(self.steps)
+        self.restarts += has_begun
         self._begin()
+        if has_begun:
+            self.next = 1  # the ranks that joined first lack the others' last updates
 
     def _begin(self) -> None:
         self._place = self._round = 0  # the next piece, and the step of the first one
@@ -150,7 +153,8 @@ class Values:
             return None
         begin = time.perf_counter()
         steps, since = self._since
-        per_step = (begin - since) / max(1, self.steps - steps)
+        # Unknown in the first step, which counts as infinite.
+        per_step = (begin - since) / (self.steps - steps) if self.steps > steps else math.inf
         part = self._part()
         # One row of 24 bytes: a checksum, what a comparison costs, the time of a step.
         mine = np.array([[part, max(self._cost, time.perf_counter() - begin), per_step]])

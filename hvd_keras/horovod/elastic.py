@@ -25,6 +25,7 @@ from hvd_keras.training.variables import (
     average_accumulated,
     recurrent_states,
     training_variables,
+    variables_of,
 )
 
 _Result = TypeVar("_Result")
@@ -227,8 +228,7 @@ class TensorFlowKerasState(TensorFlowState):
         if optimizer is not None and optimizer is not getattr(model, "optimizer", None):
             if hasattr(optimizer, "build") and not getattr(optimizer, "built", False):
                 optimizer.build(model.trainable_variables)
-            own = optimizer.variables
-            found += own() if callable(own) else own
+            found += variables_of(optimizer)
         super().__init__(model_ranks.without_local(found), **attributes)
 
     def commit(self) -> None:

@@ -110,10 +110,12 @@ def _product_weights(op: Any) -> list[tf.Tensor]:
 def _allgather(op: Any, *upstream: Any) -> list[tf.Tensor]:
     total = raw.hvd_allreduce(upstream, reduction=Sum.value, **_call(op))
     shapes = [tf.shape(x, tf.int64) for x in op.inputs]
-    rows = tf.stack([shape[0] for shape in shapes])
-    # [ranks, tensors]: the rows of each rank, of which the earlier ones come first.
-    before = raw.hvd_allgather([rows[tf.newaxis]], **_call(op, ".gradient.rows"))[0]
-    starts = tf.reduce_sum(before[: _set_of(op).rank()], axis=0)
+    rank = _set_of(op).rank()
+    mine = tf.stack([rank, *(shape[0] for shape in shapes)])[tf.newaxis]
+    # [ranks, 1 + tensors]: the rows of each rank that has not joined (hvd.join); earlier ones come
+    # first.
+    rows = raw.hvd_allgather([mine], **_call(op, ".gradient.rows"))[0]
+    starts = tf.reduce_sum(tf.where(rows[:, :1] < rank, rows[:, 1:], 0), axis=0)
     # By start and size: XLA needs a size that does not depend on data.
     return [
         tf.slice(gradient, tf.concat([[start], tf.zeros_like(shape[1:])], axis=0), shape)

@@ -34,6 +34,7 @@ _ATTRIBUTES = {
 
 
 _SIZES = "CSVLogger sizes"
+_LOGS = "_get_metrics_result_or_logs"
 _ENDED = object()  # what data without another batch yield
 
 
@@ -186,6 +187,12 @@ class Resuming:
             pairs = zip(metric_variables(self._model), self._metrics, strict=True)
             for variable, value in pairs:
                 variable.assign(value)
+            vars(self._model)[_LOGS] = self._logs
+
+    def _logs(self, of_last_step: Any) -> Any:
+        # Keras takes the epoch's logs from its last step. If none was left, the metrics have them.
+        del vars(self._model)[_LOGS]
+        return getattr(self._model, _LOGS)(of_last_step or self._model.get_metrics_result())
 
 
 def rows_of_step(fit: "Fit") -> int | None:

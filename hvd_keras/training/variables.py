@@ -28,13 +28,20 @@ def training_variables(model: Any) -> list[Any]:
             is_legacy or (not optimizer.built and (of_it is not None or not reducers))
         ):
             optimizer.build(model.trainable_variables)  # tf_keras skips this if it is built
-        found += optimizer.variables
+        found += variables_of(optimizer)
         # Keras leaves out what an optimizer within a LossScaleOptimizer makes itself, such as a
         # variable of Nadam.
         found += [v for v in vars(innermost(optimizer)).values() if isinstance(v, Variable)]
     for rounds in model_ranks.rounds_of(model):
         found += [*rounds.variables(), *rounds.sent]
     return list({shards.variable_id(v): v for v in found}.values())
+
+
+def variables_of(optimizer: Any) -> list[Any]:
+    """Return an optimizer's variables, and its learning rate, which those of tf_keras leave out."""
+    own = optimizer.variables  # a method in tf_keras's legacy family
+    rate = getattr(optimizer, "learning_rate", None) if is_legacy else None
+    return [*(own() if callable(own) else own), *([rate] if hasattr(rate, "assign") else [])]
 
 
 #: Layers that had no variables after a step of their model was traced: the model does not use them.
@@ -152,10 +159,10 @@ def in_common(model: Any) -> list[Any]:
     found = []
     for optimizer in model_ranks.optimizers_of(model):
         own += getattr(innermost(optimizer), "_accumulated_gradients", ())  # until an update
-        rate = getattr(optimizer, "learning_rate", None)
-        candidates = [*optimizer.variables, *([rate] if hasattr(rate, "assign") else [])]
-        if rounds:  # in which a rank may skip an update
-            candidates = candidates[len(optimizer.variables) :]
+        rate: Any = getattr(optimizer, "learning_rate", None)
+        rates = [rate] if hasattr(rate, "assign") else []
+        # In rounds a rank may skip an update.
+        candidates = rates if rounds else [*variables_of(optimizer), *rates]
         found += [v for v in candidates if not tuple(v.shape)]
     # After the rates: a rate that differs is named, not what it moved.
     found += [v for one in rounds for v in one.variables()] if rounds else model.variables

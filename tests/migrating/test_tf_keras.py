@@ -153,6 +153,27 @@ see = tf.keras.callbacks.LambdaCallback(
 loaded.fit(share[:2], share[2], batch_size=B, verbose=0, callbacks=[warmup, see])
 np.testing.assert_allclose(rates, 0.2 * (1 + np.arange(1, 6) / 5 * (size - 1)) / size, rtol=1e-5)
 
+# Both families broadcast the rate, correct the momentum alike, and commit the rate.
+from hvd_keras.horovod import elastic
+found = []
+for family in optimizers, optimizers.legacy:
+    net = tf.keras.Sequential([tf.keras.Input((6,)), layers.Dense(1, kernel_initializer="ones")])
+    data, how = (share[0], share[2]), {"batch_size": B, "shuffle": False, "verbose": 0}
+    halved = hvd.callbacks.LearningRateScheduleCallback(0.1, lambda epoch: 0.5 ** epoch, 1)
+    net.compile(hvd.DistributedOptimizer(family.SGD(0.1 * (1 + rank), momentum=0.9)), "mse")
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    net.fit(*data, epochs=3, callbacks=[broadcast, halved], **how)
+    found.append(hvd.allgather(flat(net)[np.newaxis]).numpy())
+    opt = hvd.DistributedOptimizer(family.Adam(0.1))
+    net.compile(opt, "mse")
+    net.fit(*data, **how)  # without the callback; the weights are equal
+    state = elastic.KerasState(net)
+    opt.learning_rate.assign(0.3)
+    state.restore()
+    np.testing.assert_allclose(float(opt.learning_rate), 0.1, rtol=1e-6)
+np.testing.assert_array_equal(found[0][0], found[0][1])
+np.testing.assert_allclose(*found, rtol=1e-5)
+
 # A masked loss is divided by a number that differs by rank, also in validation.
 tokens = np.maximum(words, 1)
 tokens[:, 1:, :, 1:] = 0

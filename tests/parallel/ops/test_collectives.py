@@ -75,7 +75,13 @@ def test_join() -> None:
         total = hvd.allreduce(tf.constant([1.0, batch]), op=hvd.Sum)
         rest = SIZE - batch
         np.testing.assert_array_equal(total, [rest, rest * batch])
-        assert len(hvd.allgather([RANK])) == rest
+        mine = tf.constant([float(RANK)])
+        with tf.GradientTape() as tape:
+            tape.watch(mine)
+            rows = hvd.allgather(mine)
+            loss = tf.reduce_sum(rows * rows)
+        np.testing.assert_array_equal(rows, range(batch, SIZE))
+        np.testing.assert_array_equal(tape.gradient(loss, mine), 2.0 * rest * mine)
         slices = tf.IndexedSlices(tf.constant([[1.0]]), tf.constant([RANK]), tf.constant([SIZE, 1]))
         sparse = hvd.allreduce(slices, op=hvd.Sum)
         np.testing.assert_array_equal(sparse.indices, range(batch, SIZE))

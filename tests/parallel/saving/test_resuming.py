@@ -95,6 +95,27 @@ def test_a_log_that_begins_anew_has_a_header(directory, append: bool) -> None:
         assert [row["epoch"] for row in csv.DictReader(path.open())] == ["2", "3"]
 
 
+class InValidation(callbacks.Callback):
+    def on_test_begin(self, logs=None) -> None:
+        raise KeyboardInterrupt
+
+
+def test_the_logs_of_an_epoch_without_a_batch_left(directory) -> None:
+    """Saved after the last batch of data of unknown length, of which only a step sees the end."""
+    data = tf.data.Dataset.from_tensor_slices(rows(1 + RANK, STEPS * BATCH)).batch(BATCH)
+
+    def logs(folder: str, *more) -> dict[str, list[float]]:
+        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        saved = hvd.callbacks.Checkpoint(directory / folder, save_freq=STEPS)
+        used = [broadcast, hvd.callbacks.MetricAverageCallback(), *more, saved]
+        how = {"validation_data": rows(9, 8), "epochs": 2, "verbose": 0}
+        return compiled().fit(data.filter(lambda *_: True), callbacks=used, **how).history
+
+    with pytest.raises(KeyboardInterrupt):
+        logs("broken", InValidation())
+    assert logs("broken") == logs("whole")
+
+
 class AtTheEnd(callbacks.Callback):
     """Crashes when CSVLogger has written the row of an epoch, and before it is saved.
 
