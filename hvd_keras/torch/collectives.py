@@ -138,16 +138,10 @@ def _on_all_ranks(
         yield {**call, "name": name, "process_set": process_set.id()}
 
 
-def _gradient(call: dict[str, Any]) -> dict[str, Any]:
-    return {"name": f"{call['name']}.gradient", "process_set": call["process_set"]}
-
-
-def _exchanged(kind: str, tensors: Sequence[torch.Tensor], **call: Any) -> list[torch.Tensor]:
-    return Exchange(kind, all_checked(kind, tensors), **call).results()
-
-
 class _Collective(torch.autograd.Function):  # type: ignore[misc]
     """Calls ``gradient`` with what arrives at the results; it returns what goes on to the tensors.
+
+    It calls collectives, which have gradients themselves.
 
     See docs/design.md, "Gradients of the collectives".
     """
@@ -233,15 +227,18 @@ def grouped_allreduce(
     """
     with _on_all_ranks("allreduce", name, process_set) as call:
         mine = all_checked("allreduce", tensors)
-        how = chosen(average, op), compression, prescale_factor, postscale_factor
+        op = chosen(average, op)
+        how = op, compression, prescale_factor, postscale_factor
         call |= _reduction("allreduce", mine, *how)
 
     def gradient(*upstream: torch.Tensor) -> list[torch.Tensor]:
-        if call["reduction"] not in (Average.value, Sum.value):
+        if op not in (Average, Sum):
             raise NotImplementedError(
-                f"hvd.allreduce with op=hvd.{call['reduction']} has no gradient on PyTorch."
+                f"hvd.allreduce with op=hvd.{op.value} has no gradient on PyTorch."
             )
-        return _exchanged("allreduce", upstream, **call | _gradient(call))
+        same: dict[str, Any] = {"op": op, "compression": compression, "process_set": process_set}
+        same |= {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+        return grouped_allreduce(upstream, name=f"{call['name']}.gradient", **same)
 
     return list(_Collective.apply("allreduce", call, gradient, *mine)) if mine else []
 
@@ -266,9 +263,11 @@ def grouped_allgather(
     counts = [len(tensor) for tensor in mine]
 
     def gradient(*upstream: torch.Tensor) -> Iterator[torch.Tensor]:
-        total = _exchanged("allreduce", upstream, reduction=Sum.value, **_gradient(call))
+        name = f"{call['name']}.gradient"
+        total = grouped_allreduce(upstream, op=Sum, name=name, process_set=process_set)
         # [ranks, tensors]: the rows of each rank, of which the earlier ones come first.
-        (rows,) = agree.run("allgather", [np.array([counts])], **_gradient(call))
+        mine = [np.array([counts])]
+        (rows,) = agree.run("allgather", mine, name=name, process_set=process_set.id())
         starts = rows[: process_set.rank()].sum(0).tolist()
         parts = zip(total, starts, counts, strict=True)
         return (whole[start : start + count] for whole, start, count in parts)
@@ -301,8 +300,10 @@ def grouped_broadcast(
     is_root = process_set.ranks[process_set.rank()] == root_rank
 
     def gradient(*upstream: torch.Tensor) -> list[torch.Tensor]:
-        total = _exchanged("allreduce", upstream, reduction=Sum.value, **_gradient(call))
-        return total if is_root else list(map(torch.zeros_like, total))
+        name = f"{call['name']}.gradient"
+        total = grouped_allreduce(upstream, op=Sum, name=name, process_set=process_set)
+        # Zeros elsewhere, of which all ranks take further derivatives.
+        return [torch.where(torch.tensor(is_root, device=x.device), x, 0) for x in total]
 
     return list(_Collective.apply("broadcast", call, gradient, *mine)) if mine else []
 
@@ -329,8 +330,8 @@ def alltoall(
             raise TypeError(f"hvd.alltoall: splits is {splits!r}, expected integers.")
 
     def gradient(upstream: torch.Tensor, _: Any) -> tuple[torch.Tensor, None]:
-        sent = [checked("alltoall", upstream), counts]
-        return Exchange("alltoall", sent, **_gradient(call)).results()[0], None
+        name = f"{call['name']}.gradient"
+        return alltoall(upstream, counts, name=name, process_set=process_set)[0], None
 
     sent = mine, rows.to("cpu", torch.int64)
     received, counts = _Collective.apply("alltoall", call, gradient, *sent)
@@ -367,7 +368,8 @@ def grouped_reducescatter(
         factor /= process_set.size()
 
     def gradient(*upstream: torch.Tensor) -> list[torch.Tensor]:
-        return _exchanged("allgather", [part * factor for part in upstream], **_gradient(call))
+        name, parts = f"{call['name']}.gradient", [part * factor for part in upstream]
+        return grouped_allgather(parts, name=name, process_set=process_set)
 
     return list(_Collective.apply("reducescatter", call, gradient, *mine)) if mine else []
 

@@ -32,6 +32,7 @@ def install(backend: Backend) -> None:
         (model, "evaluate", evaluate),
         (model, "predict", evaluate),
         (model, "train_on_batch", _train_on_batch),
+        (model, "train_step", _train_step),
         (model, "_symbolic_build", _build),
         *((owner, name, save) for owner, name in storage.writers()),
         (keras.callbacks.ProgbarLogger, "set_params", patched_fit.set_params),
@@ -82,6 +83,17 @@ def _build(
         patched_fit.before_callbacks(model, source, iterator.num_batches, iterator)
 
 
+def _train_step(step: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    reducer: Any = reducer_of(model.optimizer)
+    if reducer is None:
+        return step(model, *args, **kwargs)
+    reducer.is_stepping = True
+    try:
+        return step(model, *args, **kwargs)
+    finally:
+        reducer.is_stepping = False
+
+
 def _train_on_batch(train: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     process_set = process_set_of(model) if rank_info.is_initialized() else None
     if process_set is None or process_set.size() == 1:
@@ -114,7 +126,15 @@ rows_in_steps = repeats = repeated = build_metrics = weigh_classes = validate_to
 
 
 def check(model: Any) -> None:
-    """Let a compiled step leave out the exchange, which waits for other ranks."""
+    """Let a compiled step leave out the exchange, which waits for other ranks; tell of buffers."""
+    wrapped = keras.layers.TorchModuleWrapper
+    modules = [one.module for one in model._flatten_layers() if isinstance(one, wrapped)]
+    if buffers := [name for module in modules for name, _ in module.named_buffers()]:
+        missing_calls.tell(
+            f"each rank keeps its own buffers of torch modules ({', '.join(buffers)}): nothing "
+            "broadcasts, averages or saves them. Use Keras's layers, such as BatchNormalization.",
+            process_set_of(model),
+        )
     if model.jit_compile:
         reducers: list[Any] = reducers_of(model)
         for reducer in reducers:

@@ -1,4 +1,4 @@
-"""Weighs each rank's loss, as ``hooks.losses`` does and says, on torch's tensors."""
+"""Weighs each rank's loss, as ``patches.losses`` does and says, on torch's tensors."""
 
 import contextvars
 import dataclasses
@@ -33,6 +33,12 @@ class Weighing:
         validation = fit_state.validation.get()
         return not self.validates or bool(validation and validation.is_together)
 
+    def counts_rows(self) -> bool:
+        """Whether the ranks may train on different numbers of rows; shards have equally many."""
+        fit = fit_state.running(self.model)
+        is_shard = fit is not None and hasattr(fit.arguments["x"], "passes")
+        return self.averages and not (self.validates or is_shard)
+
 
 _weighing: contextvars.ContextVar[Weighing | None] = contextvars.ContextVar("losses", default=None)
 
@@ -58,10 +64,12 @@ def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
     arguments = y_true, y_pred, sample_weight
     with agree.within(_weighing, None):  # a loss may compute others
         if own is not None and own.is_exact():
-            if not hasattr(loss, "_hvd_mixes_rows"):
-                loss._hvd_mixes_rows = _mixes_rows(own, loss_call, loss, arguments)
-            if loss._hvd_mixes_rows:
-                return _of_all_ranks(own, loss_call, loss, arguments)
+            known = loss.__dict__.setdefault("_hvd_mixes_rows", {})
+            number = own.process_set.id()
+            if number not in known:
+                known[number] = _mixes_rows(own, loss_call, loss, arguments)
+            if known[number]:
+                return loss_call(loss, *_of_all_ranks(own, loss, arguments))
         value, values = call_loss(loss, loss_call, *arguments)
     if own is None:
         _note_unweighed(loss, values, y_pred, sample_weight)
@@ -85,7 +93,9 @@ def _note_unweighed(loss: Any, values: Any, y_pred: Any, sample_weight: Any) -> 
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _mixes_rows(own: Weighing, loss_call: Any, loss: Any, arguments: Sequence[Any]) -> bool:
+def _mixes_rows(own: Weighing, loss_call: Any, loss: Any, mine: Sequence[Any]) -> bool:
+    arguments = _of_all_ranks(own, loss, mine)  # a rank may have one row
+
     def loss_of(rows: slice) -> Any:
         cut = keras.tree.map_structure(
             lambda x: x if x is None else torch.as_tensor(x)[rows], arguments
@@ -98,7 +108,7 @@ def _mixes_rows(own: Weighing, loss_call: Any, loss: Any, arguments: Sequence[An
     return halves.mix(loss.name, loss_of, rows, loss.reduction == "sum", own.process_set)
 
 
-def _of_all_ranks(own: Weighing, loss_call: Any, loss: Any, arguments: Sequence[Any]) -> Any:
+def _of_all_ranks(own: Weighing, loss: Any, arguments: Sequence[Any]) -> Any:
     def gathered(part: Any) -> Any:
         if part is None or not torch.as_tensor(part).dim():
             return part
@@ -106,7 +116,7 @@ def _of_all_ranks(own: Weighing, loss_call: Any, loss: Any, arguments: Sequence[
         rows._keras_mask = gathered(getattr(part, "_keras_mask", None))
         return rows
 
-    return loss_call(loss, *keras.tree.map_structure(gathered, arguments))
+    return keras.tree.map_structure(gathered, arguments)
 
 
 def _weigh(
@@ -124,16 +134,20 @@ def _weigh(
     weights = divisors(loss, values, y_pred, sample_weight) if has_rows else []
     if own.validates and weights:
         fit_state.weighed.add(own.model)
-    if not weights or not own.is_exact():
+    if not own.is_exact() or not (weights or own.counts_rows()):
         return value
-    # Gradients of all ranks count alike; in validation a rank's loss counts by its rows.
-    rows = len(y_pred) if own.validates else 1
-    mine = np.array([float(math.prod(_fit(w, values.shape) for w in weights).sum()), rows])
+    rows = len(y_pred)
+    entries = float(math.prod(_fit(w, values.shape) for w in weights).sum()) if weights else rows
+    mine = np.array([entries, rows])
     call = {"name": f"weight of loss {loss.name}", "process_set": own.process_set.id()}
     (total,) = agree.run("allreduce", [mine], reduction="Sum", **call)
-    # This rank's share of the entries over its share of the rows, which is 1 / N in training.
     share = mine / np.maximum(total, np.finfo(float).tiny)
-    return value * float(share[0] / share[1])
+    # In logs a rank's loss counts by its rows; gradients of all ranks count alike.
+    logged = value * float(share[0] / share[1])
+    if own.validates or rows * size == total[1]:
+        return logged
+    weighed = value * float(share[0] * size)
+    return (logged - weighed).detach() + weighed
 
 
 def _fit(weight: torch.Tensor, shape: Any) -> torch.Tensor:

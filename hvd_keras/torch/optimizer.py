@@ -126,15 +126,15 @@ class Ahead:
         ]
 
     def _see(self, number: int, i: int, _: Any) -> None:
-        if self._sender() is None:
+        send: Any = self._sender()
+        if send is None:
             self.remove()
             return
         self._is_stale |= number in self.sent  # computed again before the update
         self._awaited[number].discard(i)
-        if not self._is_stale and not self._awaited[number]:
-            mine = {k: self._values[k].grad for k in self._buckets[number]}
-            self._given |= {k: _state(gradient) for k, gradient in mine.items()}
-            self._send(number, list(mine.values()))
+        self._given[i] = _state(self._values[i].grad)
+        if send.__self__.is_stepping and not (self._is_stale or self._awaited[number]):
+            self._send(number, [self._values[k].grad for k in self._buckets[number]])
 
     def _send(self, number: int, gradients: list[Any]) -> None:
         send = self._sender()
@@ -189,9 +189,10 @@ def _state(gradient: torch.Tensor) -> tuple[int, int]:
 class Reducer:
     """Exchanges the gradients of an optimizer; its attribute ``_hvd_reducer``.
 
-    From the second step on, buckets travel while ``backward`` computes others. In ``apply`` the
-    ranks agree on which gradients there are, and exchange the rest; or, if the optimizer
-    accumulates local steps, all in ``_clip_gradients``, once per update.
+    From the second step on, buckets travel while ``backward`` of Keras's own step computes others;
+    other code may change gradients, or compute some that are never applied. In ``apply`` the ranks
+    agree on which gradients there are, and exchange the rest; or, if the optimizer accumulates
+    local steps, all in ``_clip_gradients``, once per update.
 
     Args:
         optimizer: the one whose methods are replaced.
@@ -216,6 +217,9 @@ class Reducer:
         self._optimizer, self._local_sum, self._call = optimizer, local_sum, call
         self._compared: dict[tuple[int, ...], Values] = {}  # lists of variables
         self._ahead: Ahead | None = None
+        self.is_stepping = (
+            False  # in Keras's own step, which applies all that ``backward`` computes
+        )
         self._is_reduced = False  # what ``_apply`` gets is of all ranks
         self._outputs: dict[str, list[torch.Tensor]] = {}  # of earlier requests
         optimizer._hvd_reducer = self

@@ -67,6 +67,41 @@ def test_files_and_datasets_have_the_rows_of_tensorflow(hvdrun) -> None:
                 np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5)
 
 
+def test_all_rows_count_alike(hvdrun) -> None:
+    """In batches of other sizes on each rank, and if a loss of whole batches gets one row."""
+    script = """
+        import hvd_keras as hvd, keras, numpy as np
+        hvd.init()
+        x = np.random.default_rng(0).normal(size=(36, 6)).astype("float32")
+        y = (x[:, :1] > 0).astype("float32")
+        rank = hvd.rank()
+
+        def trained(loss, rows, batch, optimizer):
+            start = keras.initializers.GlorotUniform(seed=1)
+            layers = [keras.layers.Dense(4, "tanh", kernel_initializer=start)]
+            layers += [keras.layers.Dense(1, "sigmoid", kernel_initializer=start)]
+            model = keras.Sequential([keras.Input([6]), *layers])
+            model.compile(optimizer(keras.optimizers.SGD(0.5)), loss)
+            how = {"batch_size": batch, "shuffle": False, "epochs": 3, "verbose": 0}
+            average = [hvd.callbacks.MetricAverageCallback()] if optimizer is distributed else []
+            logs = model.fit(x[rows], y[rows], callbacks=average, **how).history
+            return [*map(np.array, model.weights), logs["loss"]]
+
+        distributed = hvd.DistributedOptimizer
+        for loss, rows, batch in (
+            ("mse", [slice(24), slice(24, None)][rank], 36),
+            (keras.losses.Dice(), slice(rank, None, 2), 1),
+        ):
+            together = trained(loss, rows, batch, distributed)
+            with hvd.local_fit():
+                alone = trained(loss, slice(None), max(2, batch), lambda optimizer: optimizer)
+            for one, other in zip(together, alone, strict=True):
+                np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+        print("done")
+    """
+    assert run(hvdrun, 2, script).count("done") == 2
+
+
 def test_losses_of_own_loops_that_are_not_weighed_are_told(hvdrun) -> None:
     script = """
         import hvd_keras as hvd, keras, numpy as np, torch
