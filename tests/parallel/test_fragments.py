@@ -192,6 +192,7 @@ def test_what_has_begun_lets_other_requests_pass() -> None:
     np.testing.assert_array_equal(total, np.full(1_000_000, sum(range(1, SIZE + 1)), "float32"))
 
 
+@pytest.mark.slow  # sets without fragments, and fragments without sets, are not
 @pytest.mark.ranks(3)
 def test_gradients_are_averaged_within_sets_while_a_fragment_travels() -> None:
     pair, single = hvd.add_process_set([0, 1]), hvd.add_process_set([2])

@@ -142,6 +142,7 @@ class Divides(keras.Model):
         return {"loss": self._loss_tracker.result()}
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize(("reduction", "axis"), [("sum", -1), ("none", -1), ("sum", 0)])
 def test_a_step_of_its_own_that_divides_a_sum(reduction, axis, eager, warned) -> None:
@@ -385,8 +386,11 @@ def test_losses_of_all_rows(name: str) -> None:
     check(**{"make": without_mask, **OF_ALL_ROWS[name]})
 
 
-@pytest.mark.parametrize("mark", ["negative", "nonzero"])
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.cases(2)
+@pytest.mark.parametrize(
+    ("mark", "jit"),
+    [("negative", False), ("negative", True), ("nonzero", True), ("nonzero", False)],
+)
 def test_masks_of_one_column(mark: str, jit: bool) -> None:
     """In losses, and in functions that are metrics."""
     loss, targets = of_known, known

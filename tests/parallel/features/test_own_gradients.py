@@ -228,6 +228,7 @@ class Clips(keras.Sequential):
         return {"loss": loss}
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("options", [{}, {"op": hvd.Sum}, {"shard_state": True}])
 def test_gradients_of_a_tape_are_not_exchanged_again(options, eager: bool) -> None:
