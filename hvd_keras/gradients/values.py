@@ -82,11 +82,9 @@ class Values:
 
     def restart(self) -> None:
         """Count steps from 0 again: ``hvd.join`` ends different numbers of them."""
-        has_begun = bool(self.steps)
-        self.restarts += has_begun
+        self.restarts += bool(self.steps)
         self._begin()
-        if has_begun:
-            self.next = 1  # the ranks that joined first lack the others' last updates
+        self.next = 1  # the ranks that joined first lack the others' last updates
 
     def _begin(self) -> None:
         self._place = self._round = 0  # the next piece, and the step of the first one
