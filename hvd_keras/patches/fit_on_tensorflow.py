@@ -19,8 +19,6 @@ from hvd_keras.runtime.keras import is_legacy, keras, require
 from hvd_keras.training import broadcasting, row_trials, variables
 from hvd_keras.training.fit_state import Fit
 
-COUNTS_ROWS = True
-
 
 def rows_in_steps(dataset: Any) -> Any:
     """Describe how many rows each step has, or return None."""

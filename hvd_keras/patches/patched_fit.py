@@ -255,7 +255,7 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
     names = ("batch_size", "epochs", "initial_epoch", "class_weight")
     described = {name: given[name] for name in names}
     batch_size = given["batch_size"] or 32  # Keras's default
-    counts = own.backend.COUNTS_ROWS and _can_weigh(model)
+    counts = _can_weigh(model)
     described["batch_size"] = None if counts else batch_size
     description = specs.describe_model(model) | specs.flat(described, "fit")
     rows = None

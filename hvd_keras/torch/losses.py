@@ -34,10 +34,9 @@ class Weighing:
         return not self.validates or bool(validation and validation.is_together)
 
     def counts_rows(self) -> bool:
-        """Whether the ranks may train on different numbers of rows; shards have equally many."""
-        fit = fit_state.running(self.model)
-        is_shard = fit is not None and hasattr(fit.arguments["x"], "passes")
-        return self.averages and not (self.validates or is_shard)
+        """Whether the ranks may train on different numbers of rows."""
+        counts = self.model in fit_state.counting_rows or fit_state.running(self.model) is None
+        return counts and self.averages and not self.validates
 
 
 _weighing: contextvars.ContextVar[Weighing | None] = contextvars.ContextVar("losses", default=None)

@@ -18,8 +18,6 @@ class Backend(Protocol):
     They are ``patches.fit_on_tensorflow`` and ``torch.fitting``. ``source`` is what ``fit`` reads.
     """
 
-    COUNTS_ROWS: bool  # losses can be weighed by the rows of the ranks' batches
-
     def check(self, model: Any) -> None:
         """Raise ValueError if several ranks cannot train a model."""
 
