@@ -25,7 +25,7 @@ def join() -> tf.Tensor:
 
     It misses the others' updates. To train on, first give all ranks the variables of the rank that
     this returns: ``hvd.broadcast_variables(model.variables, root_rank=int(hvd.join()))``, and the
-    same for ``optimizer.variables``. Otherwise the next step raises ValueError.
+    same for ``optimizer.variables``. Otherwise one of the next steps fails, unless XLA compiles it.
 
     Returns:
         The last rank to join, an int32 scalar. In a TensorFlow 1 graph or a ``tf.function`` the

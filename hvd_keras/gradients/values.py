@@ -82,7 +82,7 @@ class Values:
 
     def restart(self) -> None:
         """Count steps from 0 again: ``hvd.join`` ends different numbers of them."""
-        self.restarts += bool(self.steps)
+        self.restarts += 1
         self._begin()
         self.next = 1  # the ranks that joined first lack the others' last updates
 

@@ -5,6 +5,7 @@ Keras's own callbacks have the state that they had.
 """
 
 import collections
+import functools
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -187,12 +188,13 @@ class Resuming:
             pairs = zip(metric_variables(self._model), self._metrics, strict=True)
             for variable, value in pairs:
                 variable.assign(value)
-            vars(self._model)[_LOGS] = self._logs
+            vars(self._model)[_LOGS] = functools.partial(_logs, self._model)
 
-    def _logs(self, of_last_step: Any) -> Any:
-        # Keras takes the epoch's logs from its last step. If none was left, the metrics have them.
-        del vars(self._model)[_LOGS]
-        return getattr(self._model, _LOGS)(of_last_step or self._model.get_metrics_result())
+
+def _logs(model: Any, of_last_step: Any) -> Any:
+    # Keras takes the epoch's logs from its last step. If none was left, the metrics have them.
+    del vars(model)[_LOGS]
+    return getattr(model, _LOGS)(of_last_step or model.get_metrics_result())
 
 
 def rows_of_step(fit: "Fit") -> int | None:

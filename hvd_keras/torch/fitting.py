@@ -128,15 +128,7 @@ repeats = repeated = build_metrics = weigh_classes = validate_together = nothing
 
 
 def check(model: Any) -> None:
-    """Let a compiled step leave out the exchange, which waits for other ranks; tell of buffers."""
-    wrapped = keras.layers.TorchModuleWrapper
-    modules = [one.module for one in model._flatten_layers() if isinstance(one, wrapped)]
-    if buffers := [name for module in modules for name, _ in module.named_buffers()]:
-        missing_calls.tell(
-            f"each rank keeps its own buffers of torch modules ({', '.join(buffers)}): nothing "
-            "broadcasts, averages or saves them. Use Keras's layers, such as BatchNormalization.",
-            process_set_of(model),
-        )
+    """Let a compiled step leave out the exchange, which waits for other ranks."""
     if model.jit_compile:
         reducers: list[Any] = reducers_of(model)
         for reducer in reducers:
@@ -155,6 +147,16 @@ def prepare(own: Fit, source: Any) -> None:
     own.begins_anew = bool(passes) and steps is not None and steps != len(source)
     own.passes = () if own.begins_anew else passes
     own.seekable = source if passes and hasattr(source, "seek") and steps is None else None
+    wrapped, several = keras.layers.TorchModuleWrapper, own.process_set.size() > 1
+    modules = [one.module for one in own.model._flatten_layers() if isinstance(one, wrapped)]
+    buffers = [name for module in modules for name, _ in module.named_buffers()]
+    if several and any(name.endswith("running_mean") for name in buffers):
+        missing_calls.tell(
+            f"each rank has its own buffers of torch modules ({', '.join(buffers)}): nothing "
+            "broadcasts or averages them, and Checkpoint does not keep them. Use "
+            "keras.layers.BatchNormalization.",
+            own.process_set,
+        )
 
 
 def can_look_at(source: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import contextvars
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -13,7 +14,7 @@ import torch
 
 from hvd_keras.gradients import missing_calls
 from hvd_keras.runtime import agree, rank_info
-from hvd_keras.runtime.keras import call_loss, divisors
+from hvd_keras.runtime.keras import call_loss, divisors, replaced
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.torch.collectives import allgather
 from hvd_keras.training import fit_state, halves
@@ -46,7 +47,17 @@ def weighed(
     model: Any, process_set: ProcessSet, averages: bool, method: str
 ) -> AbstractContextManager[None]:
     """Weigh the losses of a model's steps: of ``method``, train_step or test_step."""
-    return agree.within(_weighing, Weighing(model, process_set, averages, method == "test_step"))
+    own = Weighing(model, process_set, averages, method == "test_step")
+    if model.jit_compile:  # torch.compile cannot trace that a context variable changes
+        return agree.within(_weighing, own)
+    one_step = getattr(model, method)
+
+    @functools.wraps(one_step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        with agree.within(_weighing, own):  # callbacks compute losses of this rank
+            return one_step(*args, **kwargs)
+
+    return replaced(model, method, step)
 
 
 def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
@@ -92,8 +103,19 @@ def _note_unweighed(loss: Any, values: Any, y_pred: Any, sample_weight: Any) -> 
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _mixes_rows(own: Weighing, loss_call: Any, loss: Any, mine: Sequence[Any]) -> bool:
-    arguments = _of_all_ranks(own, loss, mine)  # a rank may have one row
+def _mixes_rows(own: Weighing, loss_call: Any, loss: Any, arguments: Sequence[Any]) -> bool:
+    parts = [torch.as_tensor(x) for x in keras.tree.flatten(arguments) if x is not None]
+    rows = len(keras.tree.flatten(arguments[1])[0])
+    shapes = [list(part.shape[1:]) for part in parts]
+    name = f"shapes of loss {loss.name}"
+    gathered = agree.gather_json(name, [rows, shapes], own.process_set)
+    # One row has no halves, but the first ones of all ranks have.
+    if min(gathered)[0] < 2 and all(theirs[1] == shapes for theirs in gathered):
+        few = keras.tree.map_structure(
+            lambda x: x[:2] if x is not None and torch.as_tensor(x).dim() else x, arguments
+        )
+        with torch.no_grad():
+            arguments = _of_all_ranks(own, loss, few)
 
     def loss_of(rows: slice) -> Any:
         cut = keras.tree.map_structure(
@@ -103,7 +125,7 @@ def _mixes_rows(own: Weighing, loss_call: Any, loss: Any, mine: Sequence[Any]) -
             value, values = call_loss(loss, loss_call, *cut)
         return (value if values is None or not values.dim() else values).cpu().double().numpy()
 
-    rows = len(keras.tree.flatten(arguments[1])[0])
+    rows = len(keras.tree.flatten(arguments[1])[0])  # perhaps of all
     return halves.mix(loss.name, loss_of, rows, loss.reduction == "sum", own.process_set)
 
 
@@ -135,18 +157,21 @@ def _weigh(
         fit_state.weighed.add(own.model)
     if not own.is_exact() or not (weights or own.counts_rows()):
         return value
-    rows = len(y_pred)
-    entries = float(math.prod(_fit(w, values.shape) for w in weights).sum()) if weights else rows
-    mine = np.array([entries, rows])
+    fitted = [_fit(weight, values.shape) for weight in weights]
+    logged, weighed = _shares(own, loss, math.prod(fitted).sum() if fitted else None, len(y_pred))
+    if own.validates or logged == weighed:
+        return value * logged
+    return value.detach() * (logged - weighed) + value * weighed
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _shares(own: Weighing, loss: Any, entries: Any, rows: int) -> tuple[float, float]:
+    """Return factors of the loss: in logs a rank counts by its rows, in gradients all alike."""
+    mine = np.array([rows if entries is None else float(entries), rows])
     call = {"name": f"weight of loss {loss.name}", "process_set": own.process_set.id()}
     (total,) = agree.run("allreduce", [mine], reduction="Sum", **call)
     share = mine / np.maximum(total, np.finfo(float).tiny)
-    # In logs a rank's loss counts by its rows; gradients of all ranks count alike.
-    logged = value * float(share[0] / share[1])
-    if own.validates or rows * size == total[1]:
-        return logged
-    weighed = value * float(share[0] * size)
-    return (logged - weighed).detach() + weighed
+    return float(share[0] / share[1]), float(share[0] * own.process_set.size())
 
 
 def _fit(weight: torch.Tensor, shape: Any) -> torch.Tensor:

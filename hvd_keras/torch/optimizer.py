@@ -131,9 +131,11 @@ class Ahead:
             self.remove()
             return
         self._is_stale |= number in self.sent  # computed again before the update
-        self._awaited[number].discard(i)
         self._given[i] = _state(self._values[i].grad)
-        if send.__self__.is_stepping and not (self._is_stale or self._awaited[number]):
+        if not send.__self__.is_stepping:
+            return
+        self._awaited[number].discard(i)
+        if not self._is_stale and not self._awaited[number]:
             self._send(number, [self._values[k].grad for k in self._buckets[number]])
 
     def _send(self, number: int, gradients: list[Any]) -> None:
