@@ -1,5 +1,6 @@
 """Compares a step that is divided with the same step on the first rank alone."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -185,7 +186,7 @@ def _drift(
             moved, apart = (float(abs(tf.norm(x))) for x in (moves[0], moves[1] - moves[0]))
             least = _TINY * float(abs(tf.norm(one)))
             if not apart <= _CHANGES * moved + least and np.isfinite(moved):
-                drift[i] = apart / (moved + least)
+                drift[i] = apart / (moved + least) if moved + least else math.inf
         elif not bool(tf.reduce_all(tf.equal(one, two))):
             drift[i] = 1.0
     return drift

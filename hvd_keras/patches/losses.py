@@ -17,12 +17,13 @@ import dataclasses
 import functools
 import itertools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.autograph.core import ag_ctx
 
 from hvd_keras import ops
 from hvd_keras.gradients import agreement, missing_calls, specs
@@ -44,6 +45,7 @@ class Weighing:
     counts_rows: bool = False  # the ranks' batches may have different numbers of rows
     calls: int = 0  # losses that this step has computed
     metrics: int = 0  # of all ranks' rows
+    data: Any = None  # of this step
     is_own: bool = False  # the model has a step of its own, in which Keras calls no loss now
     logs_outputs: bool = False  # Keras logs the loss of each output, too
     # What that is multiplied by if each step counts alike in it; 0 if each row does.
@@ -86,10 +88,11 @@ def weighed(
         counts = method == "train_step" and model in fit_state.counting_rows
         trackers = getattr(getattr(model, "_compile_loss", None), "metrics", ())
         own = Weighing(model, process_set, averages, is_together, counts)
-        own.is_own = not is_legacy and getattr(type(model), method) is not getattr(
-            keras.Model, method
+        own.is_own = any(
+            getattr(type(model), name) is not getattr(keras.Model, name)
+            for name in (method, "compute_loss")
         )
-        own.logs_outputs = bool(trackers)
+        own.logs_outputs, own.data = bool(trackers), args[0] if args else None
         with contextlib.ExitStack() as stack:
             for metric in trackers:
                 log = functools.partial(_log, own, metric.update_state)
@@ -104,12 +107,50 @@ def weighed(
             if (of_compile := getattr(model, "_compile_loss", None)) is not None:
                 counted = functools.partial(_of_compile, own, of_compile, of_compile.call)
                 stack.enter_context(replaced(of_compile, "call", counted))
+            if (of_compile := getattr(model, "_compile_metrics", None)) is not None:
+                alone = functools.partial(_update_compiled, of_compile, of_compile.update_state)
+                stack.enter_context(replaced(of_compile, "update_state", alone))
+            _leave_unweighed(stack, model.metrics)
+            stack.enter_context(_converted())
             result = one_step(*args, **kwargs)
         if counts and not agree.is_building.get():
             _tell_what_counts_by_rank(own)
         return result
 
     return replaced(model, method, step)
+
+
+def _converted() -> AbstractContextManager[None]:
+    """Let tf_keras convert the script's code by AutoGraph, as outside of ours."""
+    unspecified = ag_ctx.ControlStatusCtx(ag_ctx.Status.UNSPECIFIED)
+    return unspecified if is_legacy else contextlib.nullcontext()
+
+
+def _update_compiled(metrics: Any, update: Any, y_true: Any, y_pred: Any, *args: Any) -> Any:
+    if not metrics.built:
+        metrics.build(y_true, y_pred)  # as it would itself
+    with contextlib.ExitStack() as stack:
+        _leave_unweighed(stack, metrics.metrics)
+        return update(y_true, y_pred, *args)
+
+
+def _leave_unweighed(stack: contextlib.ExitStack, metrics: Sequence[Any]) -> None:
+    """Let losses that a metric computes itself be this rank's, as its state is."""
+    for metric in metrics:
+        if not isinstance(metric, keras.metrics.Mean) and not hasattr(metric, "metrics"):
+            alone = functools.partial(_update_unweighed, metric.update_state)
+            stack.enter_context(replaced(metric, "update_state", alone))
+
+
+def _update_unweighed(update: Any, *args: Any, **kwargs: Any) -> Any:
+    with agree.within(weighing, None), agree.within(missing_calls.in_fit, True):
+        return update(*args, **kwargs)
+
+
+def _is_compiled(model: Any, loss: Any) -> bool:
+    """Whether tf_keras calls a loss that compile has got, of which it takes the sum or the mean."""
+    compiled = getattr(getattr(model, "compiled_loss", None), "_losses", None)
+    return is_legacy and any(loss is one for one in tf.nest.flatten(compiled))
 
 
 def _of_compile(own: Weighing, of_compile: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
@@ -121,6 +162,16 @@ def _of_compile(own: Weighing, of_compile: Any, call: Any, *args: Any, **kwargs:
     flat = getattr(of_compile, "_flat_losses", None) or getattr(of_compile, "flat_losses", None)
     every = [getattr(one, "loss", one) for one in flat or ()]
     every = [loss for loss in every if loss is not None]
+    given = args[2] if len(args) > 2 else kwargs.get("sample_weight")
+    computed = own.is_own and all(given is not part for part in (None, *tf.nest.flatten(own.data)))
+    if computed and any(
+        getattr(loss, "reduction", None) in (None, "none", "sum") for loss in every
+    ):
+        missing_calls.warn_if_averaged(
+            "a train_step or compute_loss weighs the rows of a loss that adds them up over the "
+            "ranks. If it divides the weights by a number of this rank's rows, divide by that of "
+            "all: hvd.allreduce(number, op=hvd.Sum). Otherwise gradients are too large."
+        )
     if own.calls - before < len(every) and not agree.is_building.get():
         usual = keras.losses.Loss.__call__
         names = {type(loss).__name__ for loss in every if type(loss).__call__ is not usual}
@@ -169,7 +220,8 @@ def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
     own = weighing.get()
     is_loop = own is None and rank_info.is_initialized() and rank_info.size() > 1
     if (own is None and (not is_loop or missing_calls.in_fit.get())) or agree.is_building.get():
-        return loss_call(loss, y_true, y_pred, sample_weight)
+        with _converted():
+            return loss_call(loss, y_true, y_pred, sample_weight)
     arguments = y_true, y_pred, sample_weight
     kind = row_trials.kind_of(loss, y_true, y_pred)
     is_weighted = sample_weight is not None or bool(divisors(loss, None, y_pred, None))
@@ -183,28 +235,30 @@ def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
         own.calls += 1
         own.by_steps = None
     if own is None or not is_of_all:
-        with agree.within(weighing, None):  # a loss may compute others
+        with agree.within(weighing, None), _converted():  # a loss may compute others
             # tf_keras's autograph would not convert what is called to keep them.
             value, values = call_loss(loss, loss_call, *arguments, keeps=not is_legacy)
         weights = divisors(loss, values, y_pred, sample_weight)
         if own is None:
             _warn_in_loop(loss, kind, weights)
             return value
-        return _weigh(own, loss, value, kind, weights, y_pred)
+        with replaced(own, "is_own", own.is_own and not _is_compiled(own.model, loss)):
+            return _weigh(own, loss, value, kind, weights, y_pred)
     # Any function of the rows of the batch: each rank computes it of all.
     name = f"loss {own.calls}, {specs.common_path(loss.name)}"
     process_set = own.process_set
 
     # A step of one's own divides the sum by its own rows.
     divides = own.is_own and own.averages and getattr(loss, "reduction", None) == "sum"
+    divides = divides and not _is_compiled(own.model, loss)
 
     def of_all() -> Any:
-        with agree.within(weighing, None):
+        with agree.within(weighing, None), _converted():
             value = loss_call(loss, *_gather(arguments, name, process_set))
         return value / tf.cast(process_set.size(), value.dtype) if divides else value
 
     def alone() -> Any:
-        with agree.within(weighing, None):
+        with agree.within(weighing, None), _converted():
             return loss_call(loss, *arguments)
 
     return own.together(of_all, alone)
@@ -295,9 +349,9 @@ def _divided_by_the_step(loss: Any, value: Any, rows: Any) -> Any:
     def gradient(upstream: Any) -> Any:
         if _is_one(upstream) and getattr(rows, "shape", None) and rows.shape[0] != 1:
             missing_calls.warn_if_averaged(
-                f"a train_step uses the loss {loss.name} as a sum, and the ranks' gradients are "
-                "averaged, so they are smaller than those of one process. Divide the sum by the "
-                "number of rows, or use self.compute_loss."
+                f"a train_step or compute_loss uses the loss {loss.name} as a sum, and the ranks' "
+                "gradients are averaged, so they are smaller than those of one process. Divide the "
+                "sum by the number of rows, or use that of keras.Model."
             )
         return upstream
 

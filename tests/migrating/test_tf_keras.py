@@ -174,6 +174,33 @@ for family in optimizers, optimizers.legacy:
 np.testing.assert_array_equal(found[0][0], found[0][1])
 np.testing.assert_allclose(*found, rtol=1e-5)
 
+# A step of one's own divides what a loss adds up. AutoGraph converts losses, as in tf_keras.
+class Divides(tf.keras.Sequential):
+    def train_step(self, data):
+        a, b = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(of_rows(b, self(a, training=True)))
+        variables = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+        return {"loss": loss}
+
+def branches(y, y_pred):
+    errors = tf.reduce_mean(tf.square(y - y_pred), -1)
+    if tf.reduce_max(errors) > 1e9:
+        errors = 0.0 * errors
+    return errors
+
+of_rows = tf.keras.losses.MeanSquaredError(reduction="none")
+for kind, loss in (Divides, None), (tf.keras.Sequential, branches):
+    found = []
+    for opt, data, batch in ((optimizers.SGD(0.1), everything, size * B),
+                             (hvd.DistributedOptimizer(optimizers.SGD(0.1)), share, B)):
+        net = kind([tf.keras.Input((6,)), layers.Dense(1, kernel_initializer="ones")])
+        net.compile(opt, loss)
+        net.fit(data[0], data[2], batch_size=batch, shuffle=False, verbose=0)
+        found.append(flat(net))
+    np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-6)
+
 # A masked loss is divided by a number that differs by rank, also in validation.
 tokens = np.maximum(words, 1)
 tokens[:, 1:, :, 1:] = 0

@@ -55,6 +55,18 @@ def own_compute_loss() -> keras.Model:
     return model
 
 
+class DividedLoss(keras.Model):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return self.own(y, y_pred) / tf.cast(tf.size(y), y_pred.dtype)
+
+
+def own_divided_loss() -> keras.Model:
+    model = without_mask()
+    model = DividedLoss(model.inputs, model.outputs[0])
+    model.own = losses.MeanSquaredError(reduction="sum")
+    return model
+
+
 class OwnStep(keras.Model):
     def train_step(self, data):
         x, y = data
@@ -225,7 +237,7 @@ def ignored(y: np.ndarray) -> np.ndarray:
 
 # Random programs (tests/programs) have masks, several outputs, validation and XLA.
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("make", [own_compute_loss, own_step])
+@pytest.mark.parametrize("make", [own_compute_loss, own_divided_loss, own_step])
 def test_as_one_process(make) -> None:
     check(make)
 

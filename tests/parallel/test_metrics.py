@@ -454,3 +454,30 @@ def test_every_metric_of_keras_is_a_sum() -> None:
         assert metric_states.is_summable(metric), name
     assert not metric_states.is_summable(Highest())
     assert not metric_states.is_summable(WithPrior())
+
+
+class OfALoss(keras.metrics.Metric):
+    """Adds up a loss, as perplexities do."""
+
+    def __init__(self) -> None:
+        super().__init__(name="of_a_loss")
+        self.loss = keras.losses.MeanSquaredError(reduction="sum")
+        self.total = self.add_weight(initializer="zeros")
+        self.count = self.add_weight(initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None) -> None:
+        self.total.assign_add(self.loss(y_true, y_pred, sample_weight))
+        self.count.assign_add(keras.ops.cast(keras.ops.size(y_true), "float32"))
+
+    def result(self):
+        return self.total / self.count
+
+
+def test_a_loss_that_a_metric_computes_is_not_weighed() -> None:
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, kernel_initializer="ones")])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.0))
+    model.compile(optimizer, "mse", metrics=[OfALoss()])
+    x = np.random.default_rng(RANK).normal(size=(8, 3))
+    logs = model.fit(x, x[:, :1], batch_size=4, verbose=0).history
+    expected = np.mean(np.square(x.sum(1) - x[:, 0]))
+    np.testing.assert_allclose(logs["of_a_loss"], [expected], rtol=1e-5)
