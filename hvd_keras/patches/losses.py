@@ -126,12 +126,14 @@ def _converted() -> AbstractContextManager[None]:
     return unspecified if is_legacy else contextlib.nullcontext()
 
 
-def _update_compiled(metrics: Any, update: Any, y_true: Any, y_pred: Any, *args: Any) -> Any:
+def _update_compiled(
+    metrics: Any, update: Any, y_true: Any, y_pred: Any, sample_weight: Any = None
+) -> Any:
     if not metrics.built:
         metrics.build(y_true, y_pred)  # as it would itself
     with contextlib.ExitStack() as stack:
         _leave_unweighed(stack, metrics.metrics)
-        return update(y_true, y_pred, *args)
+        return update(y_true, y_pred, sample_weight)
 
 
 def _leave_unweighed(stack: contextlib.ExitStack, metrics: Sequence[Any]) -> None:
