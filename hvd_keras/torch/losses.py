@@ -107,8 +107,7 @@ def _mixes_rows(own: Weighing, loss_call: Any, loss: Any, arguments: Sequence[An
     parts = [torch.as_tensor(x) for x in keras.tree.flatten(arguments) if x is not None]
     rows = len(keras.tree.flatten(arguments[1])[0])
     shapes = [list(part.shape[1:]) for part in parts]
-    name = f"shapes of loss {loss.name}"
-    gathered = agree.gather_json(name, [rows, shapes], own.process_set)
+    gathered = agree.gather_json(f"shapes of loss {loss.name}", [rows, shapes], own.process_set)
     # One row has no halves, but the first ones of all ranks have.
     if min(gathered)[0] < 2 and all(theirs[1] == shapes for theirs in gathered):
         few = keras.tree.map_structure(

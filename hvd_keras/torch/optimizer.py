@@ -219,9 +219,7 @@ class Reducer:
         self._optimizer, self._local_sum, self._call = optimizer, local_sum, call
         self._compared: dict[tuple[int, ...], Values] = {}  # lists of variables
         self._ahead: Ahead | None = None
-        self.is_stepping = (
-            False  # in Keras's own step, which applies all that ``backward`` computes
-        )
+        self.is_stepping = False  # in Keras's own step, which applies what ``backward`` computes
         self._is_reduced = False  # what ``_apply`` gets is of all ranks
         self._outputs: dict[str, list[torch.Tensor]] = {}  # of earlier requests
         optimizer._hvd_reducer = self
