@@ -8,7 +8,7 @@ from hvd_keras.callbacks.base import Callback
 
 from hvd_keras.gradients import missing_calls
 from hvd_keras.runtime.keras import is_legacy, replaced
-from hvd_keras.training import metric_states
+from hvd_keras.training import fit_state, metric_states
 
 # The model's method that gives what fit and evaluate log.
 _RESULT = "_validate_and_get_metrics_result" if is_legacy else "_get_metrics_result_or_logs"
@@ -69,11 +69,12 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
             self._states[""] = metric_states.states(self.model)
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Save the validation metrics.
+        """Save the validation metrics, if only some ranks may validate.
 
-        They are not exchanged yet: if only some ranks validate, the others would not take part.
+        They are not exchanged yet: the other ranks would not take part.
         """
-        if self.in_epoch and self.process_set.size() > 1:
+        own = fit_state.running(self.model)
+        if self.in_epoch and self.process_set.size() > 1 and not (own and own.validates):
             self._states["val_"] = metric_states.states(self.model)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -82,15 +83,18 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
             return
         if "" not in self._states and self.model is not None:
             self._states[""] = metric_states.states(self.model)
-        self._reduce({} if logs is None else logs)
+        states, self._states = self._states, {}
+        self._reduce({} if logs is None else logs, states)
 
-    def _reduce(self, logs: dict[str, Any]) -> None:
-        reasons = metric_states.reduce_logs(logs, self._states, self.process_set)
-        self._states = {}
-        new = {key: reason for key, reason in reasons.items() if key not in self._warned}
+    def _reduce(
+        self, logs: dict[str, Any], states: dict[str, list[metric_states.MetricState]]
+    ) -> None:
+        reasons = metric_states.reduce_logs(logs, states, self.process_set)
+        names = {key.removeprefix("val_"): reason for key, reason in reasons.items()}
+        new = {name: reason for name, reason in names.items() if name not in self._warned}
         self._warned.update(new)
         for reason in dict.fromkeys(new.values()):
-            keys = ", ".join(key for key in new if new[key] == reason)
+            keys = ", ".join(name for name in new if new[name] == reason)
             text = (
                 f"MetricAverageCallback: for {keys} the unweighted mean of the ranks' values is "
                 f"logged, because {reason}."
@@ -101,14 +105,15 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
                 warnings.warn(text, stacklevel=2)
 
     def of_evaluate(self, model: Any) -> AbstractContextManager[None]:
-        """Let ``evaluate`` return the metrics of all ranks, whatever callbacks do to the logs."""
+        """Let ``evaluate``, which all ranks call, return the metrics of all ranks.
+
+        Its callbacks get them, too, before or behind this one.
+        """
         result = getattr(model, _RESULT)
 
         def of_all_ranks(logs: Any) -> dict[str, Any]:
             reduced = metric_states.numbers(result(logs))
-            # The other ranks come here, too: each evaluates with this callback.
-            self._states = {"": metric_states.states(model)}
-            self._reduce(reduced)
+            self._reduce(reduced, {"": metric_states.states(model)})
             return reduced
 
         return replaced(model, _RESULT, of_all_ranks)

@@ -155,15 +155,15 @@ def evaluate(
         if callbacks and not in_fit:
             keras_callbacks.refuse(callbacks, model, process_set)
             stack.enter_context(keras_callbacks.on_leader_alone(callbacks, process_set))
-        for callback in callbacks if not is_predict else ():
-            if keras_callbacks.averages([callback]) and not (in_fit and callback.in_epoch):
+        validates = keras_callbacks.averages(callbacks)
+        if in_fit and (own := running(model)):
+            validates = own.validates
+        for callback in callbacks if validates and not is_predict else ():
+            if keras_callbacks.averages([callback]):
                 stack.enter_context(callback.of_evaluate(model))
         if is_predict or not is_eager():
             return evaluate_alone(model, *args, **kwargs)
         _weigh(stack, backend, model, process_set, "test_step")
-        validates = keras_callbacks.averages(callbacks)
-        if in_fit and (own := running(model)):
-            validates = own.validates
         if validates:
             stack.enter_context(_validating(backend, model, process_set, in_fit))
         return evaluate_alone(model, *args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import posixpath
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -47,7 +48,14 @@ class Rows:
         return sharding.shard(folder, batch_size=self.batch_size, **options)
 
 
-def shard(df: Any, columns: Any, batch_size: int, *, path: str, seed: int | None = 0) -> Rows:
+def shard(
+    df: Any,
+    columns: Any,
+    batch_size: int,
+    *,
+    path: str | os.PathLike[str],
+    seed: int | None = 0,
+) -> Rows:
     """Write a DataFrame's columns once, as Parquet files from which ranks read their rows.
 
     To be called on the driver. What it returns can be passed to the function of ``hvd.spark.run``.
@@ -81,6 +89,7 @@ def shard(df: Any, columns: Any, batch_size: int, *, path: str, seed: int | None
     from pyspark.errors import AnalysisException
     from pyspark.sql import functions
 
+    path = os.fspath(path)
     names = list(dict.fromkeys(_names(columns)))
     missing = [name for name in names if name not in df.columns]
     if missing or not names or batch_size < 1:
