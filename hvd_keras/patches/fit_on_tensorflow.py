@@ -72,6 +72,12 @@ def prepare(own: Fit, dataset: Any) -> None:
         keras_classes.read_by_rows(model, model._flatten_layers())
 
 
+def build_step(own: Fit) -> None:
+    """Create the variables that Keras's own step makes, so that it is traced once."""
+    if isinstance(own.dataset, tf.data.Dataset) and not is_legacy:
+        broadcasting.build_step(own.model, own.dataset.element_spec)
+
+
 def build_metrics(own: Fit) -> None:
     """Create the variables of metrics, as the first step would."""
     if isinstance(own.dataset, tf.data.Dataset):

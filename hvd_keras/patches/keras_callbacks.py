@@ -230,6 +230,7 @@ class _AtTheEnd(_Internal):
             self._sync.begin_epoch()
         if self.common.values is not None:
             return
+        self.common.backend.build_step(self.common)  # callbacks may have frozen layers
         common = variables.in_common(self.model)
         self.common.values = Values(common, self.common.process_set, self.common.names)
         missing_calls.check_values(self.common.values, "begun")

@@ -16,6 +16,7 @@ from hvd_keras.gradients import missing_calls, shards, specs
 from hvd_keras.runtime import agree, log, process_sets
 from hvd_keras.runtime.keras import is_legacy, keras
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
+from hvd_keras.training import row_trials
 from hvd_keras.training.variables import of_this_rank, unbuilt, unused
 
 
@@ -119,6 +120,45 @@ def build(model: Any, element_spec: Any, whole_step: bool = False) -> Exception 
                 return error
     unused[model] = unbuilt(model)
     return None
+
+
+def build_step(model: Any, element_spec: Any) -> None:
+    """Create what Keras's own step creates in its first trace, so that no second one is needed.
+
+    These are the variables of the optimizer and of the compiled metrics. ``tf.function`` traces a
+    step again that has created variables: half of the time until the first step ends.
+    """
+    own = (getattr(type(model), name) for name in ("train_step", "compute_loss", "compute_metrics"))
+    of_keras = (keras.Model.train_step, keras.Model.compute_loss, keras.Model.compute_metrics)
+    if tuple(own) != of_keras or model.run_eagerly or not model.trainable_variables:
+        return
+    if not getattr(model.optimizer, "built", True):
+        model.optimizer.build(model.trainable_variables)
+    metrics = model._compile_metrics
+    if metrics is None or metrics.built:
+        return
+    x, y, weight = keras.utils.unpack_x_y_sample_weight(element_spec)
+    outputs: Any = getattr(model, "outputs", None) or ()
+    is_known = outputs and row_trials.is_of_keras(type(model).call)
+    if is_known and not isinstance(model, keras.Sequential):
+        outputs = model.output  # nested
+    elif len(outputs) == 1:
+        outputs = outputs[0]
+
+    def update(x: Any, y: Any, y_pred: Any, weight: Any) -> None:
+        y_pred = y_pred if is_known else model(x, training=True)
+        metrics.update_state(y, y_pred, weight)
+
+    def spec(tensor: Any) -> tf.TensorSpec:
+        return tf.TensorSpec(tensor.shape, tensor.dtype)
+
+    with agree.within(agree.is_building, True):
+        try:
+            y_pred = keras.tree.map_structure(spec, outputs) if is_known else None
+            traced = tf.function(update, autograph=False)
+            traced.get_concrete_function(x, y, y_pred, weight)
+        except Exception as error:  # the step will raise it, or create them
+            log.logger.debug("metrics cannot be made before the first step: %r", error)
 
 
 def _call_on_zeros(model: Any, element_spec: Any) -> bool:

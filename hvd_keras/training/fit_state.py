@@ -24,6 +24,9 @@ class Backend(Protocol):
     def prepare(self, own: "Fit", source: Any) -> None:
         """Create the variables of a model, and find the passes over its data."""
 
+    def build_step(self, own: "Fit") -> None:
+        """Create the variables that Keras's own step makes, so that it is traced once."""
+
     def build_metrics(self, own: "Fit") -> None:
         """Create the variables of metrics, as the first step would."""
 

@@ -102,6 +102,57 @@ def test_exported_model_has_nothing_of_hvd_keras(tmp_path) -> None:
     assert b"Hvd" not in (tmp_path / "served" / "saved_model.pb").read_bytes()
 
 
+class Traced(optimizers.Adam):
+    """Counts how many times a step is traced."""
+
+    traced = 0
+
+    def apply(self, *args, **kwargs):
+        self.traced += 1
+        return super().apply(*args, **kwargs)
+
+
+class Called(keras.Sequential):
+    """A model whose outputs are known when it is called."""
+
+    def call(self, inputs, training=None):
+        return super().call(inputs, training=training) + 1.0
+
+
+@pytest.mark.skipif(SIZE == 1, reason="on one rank, Keras makes the variables in the step")
+@pytest.mark.parametrize("kind", ["sequential", "nested", "called", "frozen later"])
+def test_keras_own_step_is_traced_once(kind: str) -> None:
+    def make() -> keras.Model:
+        x = keras.Input((5,))
+        hidden, last = keras.layers.Dense(3, "sigmoid"), keras.layers.Dense(1)
+        if kind == "nested":
+            return keras.Model(x, {"out": last(hidden(x))})
+        return (Called if kind == "called" else keras.Sequential)([x, hidden, last])
+
+    def fit(ranks: int, data, wrap, average) -> tuple[keras.Model, int, dict]:
+        net, adam = make(), Traced(0.01)
+        training.set_weights(net, seed=0)
+        x, y = data(net)
+        metrics, weighted = ["mae", keras.metrics.R2Score()], ["accuracy", "cosine_similarity"]
+        net.compile(wrap(adam), "mse", metrics=metrics, weighted_metrics=weighted)
+        freeze = keras.callbacks.Callback()
+        if kind == "frozen later":
+            freeze.on_train_begin = lambda logs=None: setattr(net.layers[-2], "trainable", False)
+        y = {"out": y} if kind == "nested" else y
+        fit = {"epochs": 2, "shuffle": False, "verbose": 0, "callbacks": [freeze, *average]}
+        logs = net.fit(x, y, training.BATCH * ranks, **fit).history
+        return net, adam.traced, logs
+
+    alone, twice, expected = fit(SIZE, lambda net: training.data(net, SIZE), lambda o: o, [])
+    average = [hvd.callbacks.MetricAverageCallback()]
+    together, once, logs = fit(1, training.mine, hvd.DistributedOptimizer, average)
+    assert (twice, once) == (2, 1)
+    assert set(logs) == set(expected)
+    for key, values in expected.items():
+        np.testing.assert_allclose(logs[key], values, rtol=1e-4, atol=1e-6, err_msg=key)
+    np.testing.assert_allclose(*map(training.flat, (together, alone)), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.skipif(SIZE == 1, reason="one rank may use a strategy")
 def test_a_strategy_of_tensorflow_is_refused() -> None:
     strategy = tf.distribute.OneDeviceStrategy("/cpu:0")
