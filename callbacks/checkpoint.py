@@ -96,7 +96,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
                 f"Checkpoint: save_freq is {save_freq!r}, expected 'epoch' or a positive integer."
             )
         self._hvd_process_set = process_set
-        self.directory = pathlib.Path(directory)
+        self.directory = pathlib.Path(directory).absolute()
         self.keep = keep
         self.save_freq = save_freq
         self.restore = restore
@@ -111,7 +111,9 @@ class Checkpoint(Callback):  # type: ignore[misc]
         self._fits: list[int] = []  # the epochs of each fit with this instance that has ended
         self._rows: int | None = None  # of a step of all ranks, if that is known
         self._ended: list[Any] = []  # where each was in its data then
+        self._random: list[Any] = []  # the states of generators then
         self._passes: Sequence[Passes] = ()  # of this fit's data
+        self._validation: Sequence[Passes] = ()
         self._writing = background.Background(process_set)
 
     @property
@@ -137,11 +139,12 @@ class Checkpoint(Callback):  # type: ignore[misc]
         self._resuming = None
         self._writing.forget()
         found = self._find()
-        epochs = self.params["epochs"]
+        epochs = int(self.params["epochs"])
         for optimizer in self._optimizers():
             self._rates.setdefault(optimizer, resuming.rate_of(optimizer))
             replace_values(innermost(optimizer))
         self._passes = fit.passes
+        self._validation = fit.backend.passes_of(fit.arguments["validation_data"])
         self._rows = resuming.rows_of_step(fit)
         self._tell_what_is_read_again(fit)
         if found is None:
@@ -159,8 +162,14 @@ class Checkpoint(Callback):  # type: ignore[misc]
         if fits_here or not is_complete:
             self._restore(found, own)
         fit.restored = True
+        number = len(self._fits) if is_complete else -1
+        if then := resuming.random_of_rank(found, number, self._hvd_process_set):
+            per_rank.set_random_state(then[0])
+            variables.set_global_seeds(then[1])
         if is_complete:
-            self._restore_passes(found.metadata["ended"][len(self._fits)])
+            of_data, of_validation = found.metadata["ended"][len(self._fits)]
+            resuming.restore_passes(self._passes, of_data)
+            resuming.restore_passes(self._validation, of_validation)
         else:
             self._found = None
             self._go_on(found, fit)
@@ -204,8 +213,11 @@ class Checkpoint(Callback):  # type: ignore[misc]
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self.model._initial_epoch = None
         self._writing.finish()
-        self._fits.append(self.params["epochs"])
-        self._ended.append([passes.state(0) for passes in self._passes])
+        if self._found is None:  # otherwise that of a later fit is kept
+            self._initial_epoch = 0
+        self._fits.append(int(self.params["epochs"]))
+        self._ended.append([[p.state(0) for p in ps] for ps in (self._passes, self._validation)])
+        self._random.append(_random())
 
     def _check(self, of_fit: ProcessSet) -> None:
         check_built(self.model)
@@ -245,10 +257,6 @@ class Checkpoint(Callback):  # type: ignore[misc]
         same_ranks = found.metadata["ranks"] == self._hvd_process_set.size()
         self._refuse_what_does_not_fit(found, own, same_ranks)
         self._assign(found, own)
-        if same_ranks:
-            states = found.metadata["random"]  # one, if all ranks had the same
-            per_rank.set_random_state(states[self._hvd_process_set.rank() % len(states)])
-            variables.set_global_seeds(found.metadata["seeds"][self._hvd_process_set.rank()])
         for optimizer, then in zip(self._optimizers(), found.metadata["rates"], strict=False):
             # Keeps the warm-up, decay or reduction that it had.
             if not same_ranks and then and (now := self._rates.get(optimizer)):
@@ -275,16 +283,12 @@ class Checkpoint(Callback):  # type: ignore[misc]
             seeds = variables.seed_states(self.model._flatten_layers())
             variables.give_each_rank_its_own_randomness(seeds, process_set)
 
-    def _restore_passes(self, states: list[list[int]]) -> None:
-        if len(states) == len(self._passes):
-            for passes, state_then in zip(self._passes, states, strict=True):
-                passes.restore(state_then)
-
     def _go_on(self, found: per_rank.Found, fit: Fit) -> None:
         self.model._initial_epoch = found.metadata["epoch"]
         metrics = self._take_over(found, fit)
         states = found.metadata["passes"]
-        self._restore_passes(states)
+        resuming.restore_passes(self._passes, states)
+        resuming.restore_passes(self._validation, found.metadata["validation"])
         goes_on = any(passes.goes_on for passes in self._passes)
         if goes_on:
             # Keras's iterator has not begun. What the last pass has read of is read again.
@@ -431,11 +435,6 @@ class Checkpoint(Callback):  # type: ignore[misc]
         equal = self._compared_by_fit()
         everything = [*own, *metrics, *kept]
         differing = per_rank.gather_differing(everything, values, equal, process_set)
-        random_state = per_rank.random_state()
-        # 13 KB each, and mostly equal: then a hash of each travels, and one state is written.
-        random_states = agree.gather_if_different(
-            "checkpoint random states", random_state, process_set
-        )
         path = storage.path_of(self.directory, epoch, batch)
         tables, parts = per_rank.describe(everything), per_rank.parts_of(everything, values)
         files = per_rank.names_of(path, tables, process_set)
@@ -446,11 +445,11 @@ class Checkpoint(Callback):  # type: ignore[misc]
             "ranks": process_set.size(),
             "rows": self._rows,
             "rates": [self._rates.get(optimizer) for optimizer in self._optimizers()],
-            "fits": [*self._fits, self.params["epochs"]],
+            "fits": [*self._fits, int(self.params["epochs"])],
             "ended": self._ended,
             "passes": [passes.state(batch) for passes in self._passes],
-            "random": random_states or [random_state],
-            "seeds": agree.gather_json("checkpoint seeds", variables.global_seeds(), process_set),
+            "validation": [passes.state(0) for passes in self._validation],
+            **resuming.random_of_ranks([*self._random, _random()], process_set),
             "stopped": any(stops for stops, _ in states),
             "callbacks": [numbers for _, numbers in states],
             "parts": {"tables": tables, "files": names},
@@ -482,3 +481,8 @@ class Checkpoint(Callback):  # type: ignore[misc]
             write_parts = functools.partial(storage.write, mine, {}, parts)
             steps.insert(0, ("Checkpoint: cannot write a rank's part", write_parts))
         self._writing.begin(steps, undo)
+
+
+def _random() -> tuple[Any, Any]:
+    """Return the states of Python's and NumPy's generators, and Keras's seeds."""
+    return per_rank.random_state(), variables.global_seeds()

@@ -22,6 +22,7 @@ from hvd_keras.auto.run import function
 from hvd_keras.patches import scaled_fit
 from hvd_keras.runtime import rank_info, settings
 from hvd_keras.runtime.keras import is_legacy, replace, require
+from hvd_keras.saving import storage
 
 _is_stopped = False
 _process = 0  # that runs the script
@@ -73,12 +74,15 @@ def auto(scale_batch: bool = False, np: int | None = None, hosts: str | None = N
         worker.work()
         atexit._run_exitfuncs()
         os._exit(0)  # the end of the interpreter takes TensorFlow half a second
+    save = functools.partial(storage.save, False)
     rows: list[tuple[Any, str, Callable[..., Any]]] = [
         *((keras.Model, f"make_{k}_function", hook.make) for k in ("train", "test", "predict")),
         (type(function(lambda: None)), "__call__", hook.call),
         (tf.compat.v1, "disable_eager_execution", _refuse_graphs),
         (tf.compat.v1, "disable_v2_behavior", _refuse_graphs),
         *draws.replacements,
+        # hvdrun may end this process while it writes.
+        *((owner, name, save) for owner, name in storage.writers()),
         (os, "_exit", _exit),
         (sys, "excepthook", _stop_and_print),
     ]

@@ -44,13 +44,12 @@ def optimizers_of(model: Any, within: bool = False) -> list[Any]:
     After a ``MultiOptimizer`` its parts follow; if a function chooses them, it must be built.
 
     Args:
-        within: whether distributed ones of models within it follow, if its own step may use them.
+        within: whether those of its layers follow, if it has a step of its own, which may use them.
     """
     optimizers = [*_optimizers_in(getattr(model, "optimizer", None)), *_optimizers_in(vars(model))]
     if within and type(model).train_step is not keras.Model.train_step:
         for layer in model._flatten_layers(include_self=False):
-            if isinstance(layer, keras.Model):
-                optimizers += [one for one in _optimizers_in(vars(layer)) if reducer_of(one)]
+            optimizers += _optimizers_in(vars(layer))
     unique: dict[int, Any] = {}
     several: Any = getattr(keras.optimizers, "MultiOptimizer", ())
     for value in optimizers:

@@ -90,6 +90,8 @@ def on_leader_alone(
 def _save(common: Fit, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Replace ``ModelCheckpoint._save_model``: all ranks wait until it is written, or raise."""
     if common.waits_for_checkpoints:
+        if not model_ranks.rounds_of(common.model):  # where each rank has its own
+            variables.average_accumulated(common.model, common.process_set)
         agree.on_leader("ModelCheckpoint", lambda: save(*args, **kwargs), common.process_set)
     elif common.process_set.rank() == 0:
         save(*args, **kwargs)

@@ -17,6 +17,7 @@ from hvd_keras.gradients import shards
 from hvd_keras.gradients.values import is_array
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import Variable, flatten, keras
+from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.saving import per_rank
 from hvd_keras.saving.per_rank import CALLBACK
 
@@ -195,6 +196,30 @@ def _logs(model: Any, of_last_step: Any) -> Any:
     # Keras takes the epoch's logs from its last step. If none was left, the metrics have them.
     del vars(model)[_LOGS]
     return getattr(model, _LOGS)(of_last_step or model.get_metrics_result())
+
+
+def restore_passes(every: Sequence[Any], states: Sequence[list[int]]) -> None:
+    """Let data continue where they were, if they are of as many sources."""
+    if len(states) == len(every):
+        for passes, state_then in zip(every, states, strict=True):
+            passes.restore(state_then)
+
+
+def random_of_ranks(every: Sequence[Any], process_set: ProcessSet) -> dict[str, Any]:
+    """Return what metadata have of the generators' states and seeds at several times."""
+    states, seeds = map(list, zip(*every, strict=True))
+    # 13 KB each, and mostly equal: then a hash of each travels, and those of one rank are written.
+    gathered = agree.gather_if_different("checkpoint random states", states, process_set)
+    of_ranks = agree.gather_json("checkpoint seeds", seeds, process_set)
+    return {"random": gathered or [states], "seeds": of_ranks}
+
+
+def random_of_rank(found: per_rank.Found, number: int, process_set: ProcessSet) -> Any:
+    """Return those of this rank at one time; None if there were other ranks."""
+    if found.metadata["ranks"] != process_set.size():
+        return None
+    states, seeds = found.metadata["random"], found.metadata["seeds"]
+    return states[process_set.rank() % len(states)][number], seeds[process_set.rank()][number]
 
 
 def rows_of_step(fit: "Fit") -> int | None:

@@ -1,5 +1,6 @@
 """An interrupted and restarted training ends like an undisturbed one."""
 
+import contextlib
 import errno
 import os
 import pathlib
@@ -215,6 +216,34 @@ def test_random_generators_of_python_and_numpy_go_on(directory) -> None:
     expected = random.random(), np.random.random()
     train(build(adam), hvd.callbacks.Checkpoint(directory), epochs=1)
     assert (random.random(), np.random.random()) == expected
+
+
+def test_fits_that_were_complete_leave_what_follows_them_as_it_was(directory, monkeypatch) -> None:
+    """Generators, by which a script makes the next data, and the epoch at which they begin."""
+
+    def run(folder: str, *more: Any) -> tuple[list[float], int, keras.Model]:
+        monkeypatch.chdir(directory.parent)
+        model, sums = build(adam), []
+        saved = hvd.callbacks.Checkpoint(folder)
+        monkeypatch.chdir("/")  # the folder is that of before
+        np.random.seed(1)
+        for _ in range(3):
+            start, (x, y) = saved.initial_epoch, rows()
+            x += np.random.normal(size=x.shape)
+            sums.append(float(x.sum()))
+            used = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), *more, saved]
+            data = hvd.data.shard((x, y), batch_size=BATCH)
+            with contextlib.suppress(KeyboardInterrupt):
+                model.fit(data, epochs=np.int64(2), verbose=0, callbacks=used)
+            if more and len(sums) == 2:
+                break
+        return sums, start, model
+
+    *expected, undisturbed = run("undisturbed")
+    run("checkpoints", training.Crash(3 * STEPS + 2))
+    *found, again = run("checkpoints")
+    assert found == expected
+    assert_same_state(again, undisturbed)
 
 
 def test_the_generator_of_keras_random_goes_on(directory) -> None:

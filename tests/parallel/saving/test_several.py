@@ -60,6 +60,42 @@ class Outer(keras.Model):
         return {"loss": loss}
 
 
+class Head(keras.layers.Layer):
+    """A layer that has its optimizer, as in a GAN that is made of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.adam = dense(), keras.optimizers.Adam(0.05)
+
+    def call(self, x):
+        return self.dense(x)
+
+
+class Heads(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = [Head(), Head()]
+
+    def call(self, x):
+        return self.heads[0](x) + self.heads[1](x)
+
+    def train_step(self, data):
+        x, y = data
+        for head in self.heads:
+            with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+                loss = tf.reduce_mean((self(x) - y) ** 2)
+            weights = head.trainable_variables
+            head.adam.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def heads() -> keras.Model:
+    model = Heads()
+    model(np.zeros((1, 5)))
+    model.compile()
+    return model
+
+
 def outer() -> keras.Model:
     model = Outer()
     model(np.zeros((1, 5)))
@@ -87,7 +123,7 @@ def result(model) -> np.ndarray:
     return np.concatenate([*(w.ravel() for w in model.get_weights()), *states])
 
 
-@pytest.mark.parametrize("make", [outer, stateful])
+@pytest.mark.parametrize("make", [outer, heads, stateful])
 def test_optimizers_within_and_recurrent_states(make, directory) -> None:
     x, y = mine()
 
@@ -204,3 +240,31 @@ def test_a_model_around_a_distributed_one_may_train_alone() -> None:
         with hvd.local_fit():
             probe.fit(*mine(), verbose=0)
         assert (within.get_weights()[0] != before).any()
+
+
+def test_a_file_within_an_accumulation_has_the_sums_of_all_ranks(directory) -> None:
+    path = directory.parent / "model.keras"
+
+    def train(x, y, size: int, **more) -> keras.Model:
+        sgd = SGD(0.1, gradient_accumulation_steps=STEPS)
+        model = dense()
+        model.compile(hvd.DistributedOptimizer(sgd) if more else sgd, "mse")
+        model.fit(x, y, size * BATCH, shuffle=False, verbose=0, **more)
+        return model
+
+    checkpoint = keras.callbacks.ModelCheckpoint(path, save_freq=STEPS - 1)
+    whole = train(*mine(), 1, callbacks=[BROADCAST(0), checkpoint])
+    x, y = (
+        np.concatenate([p[r::SIZE][BATCH * i :][:BATCH] for i in range(STEPS) for r in range(SIZE)])
+        for p in rows()
+    )
+    rows_of_file = SIZE * BATCH * (STEPS - 1)
+    expected, loaded = (
+        train(x[:rows_of_file], y[:rows_of_file], SIZE),
+        keras.models.load_model(path),
+    )
+    for one, other in zip(loaded.optimizer.variables, expected.optimizer.variables, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6, err_msg=one.path)
+    np.testing.assert_allclose(
+        whole.get_weights()[0], train(x, y, SIZE).get_weights()[0], rtol=1e-5
+    )
