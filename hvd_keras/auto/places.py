@@ -176,7 +176,8 @@ def inlined(
         values = [found[id(t)] for t in op.inputs]
         body = function_of(graph, op)
         if body is not None:
-            results = inlined(body, values, place)
+            # A gradient appends to the body what it needs of it; earlier calls do not return that.
+            results = inlined(body, values, place)[: len(op.outputs)]
         elif op.type == "IdentityN" or (
             op.type == "Identity" and values[0].dtype.name == "variant"
         ):

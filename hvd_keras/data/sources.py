@@ -246,7 +246,8 @@ def check_passes(passes: list[Passes], repeats: bool, process_set: ProcessSet) -
         raise ValueError(
             "fit: the ranks have begun different numbers of passes over the shuffled data of "
             f"hvd.data.shard ({agree.by_rank(begun, process_set)}), so their orders differ. "
-            "Iterate over it on all ranks, or on none."
+            "Iterate over it on all ranks, or on none; mlflow.tensorflow.autolog does on one, "
+            "without log_datasets=False and log_models=False."
         )
     for one, of_ranks in zip(shuffled, zip(*gathered, strict=True), strict=True):
         one.catch_up(*map(max, zip(*of_ranks, strict=True)))

@@ -21,13 +21,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
 
 from hvd_keras import ops
-from hvd_keras.gradients import agreement, missing_calls, specs
+from hvd_keras.gradients import agreement, missing_calls, origin, specs
 from hvd_keras.ops.validate import is_compiling
+from hvd_keras.patches import divided_losses
+from hvd_keras.patches.divided_losses import name_of
 from hvd_keras.runtime import agree, rank_info
 from hvd_keras.runtime.keras import call_loss, divisors, is_legacy, keras, replaced
 from hvd_keras.runtime.process_sets import ProcessSet
@@ -45,6 +46,7 @@ class Weighing:
     counts_rows: bool = False  # the ranks' batches may have different numbers of rows
     calls: int = 0  # losses that this step has computed
     metrics: int = 0  # of all ranks' rows
+    regularizers: int = 0  # of all ranks' activities
     data: Any = None  # of this step
     is_own: bool = False  # the model has a step of its own, in which Keras calls no loss now
     logs_outputs: bool = False  # Keras logs the loss of each output, too
@@ -98,10 +100,12 @@ def weighed(
                 log = functools.partial(_log, own, metric.update_state)
                 stack.enter_context(replaced(metric, "update_state", log))
             stack.enter_context(agree.within(weighing, own))
+            stack.enter_context(agree.within(origin.of_compile, []))
             stack.enter_context(agree.within(agreement.step_of_fit, next(number)))
             stack.callback(missing_calls.unaveraged.clear)
-            for layer in model._flatten_layers() if averages and _sums_activities() else ():
-                if (local := getattr(layer, "activity_regularizer", None)) is not None:
+            for layer in model._flatten_layers() if averages and not is_legacy else ():
+                local = getattr(layer, "activity_regularizer", None)
+                if local is not None and not (_is_sum(local) and not _sums_activities()):
                     of_all = functools.partial(_of_all_rows, own, local)
                     stack.enter_context(replaced(layer, "activity_regularizer", of_all))
             if (of_compile := getattr(model, "_compile_loss", None)) is not None:
@@ -160,15 +164,17 @@ def _of_compile(own: Weighing, of_compile: Any, call: Any, *args: Any, **kwargs:
     before = own.calls
     with replaced(own, "is_own", False):
         value = call(*args, **kwargs)
+    origin.of_compile.set([*origin.of_compile.get(), value])
     # Keras 3.6 has the losses themselves, under another name.
     flat = getattr(of_compile, "_flat_losses", None) or getattr(of_compile, "flat_losses", None)
     every = [getattr(one, "loss", one) for one in flat or ()]
     every = [loss for loss in every if loss is not None]
     given = args[2] if len(args) > 2 else kwargs.get("sample_weight")
     computed = own.is_own and all(given is not part for part in (None, *tf.nest.flatten(own.data)))
-    if computed and any(
-        getattr(loss, "reduction", None) in (None, "none", "sum") for loss in every
-    ):
+    add_up = [getattr(loss, "reduction", None) in (None, "none", "sum") for loss in every]
+    if own.is_own and every and all(add_up):
+        value = _divided_by_rows(own, every[0], value, args[1] if len(args) > 1 else None)
+    if computed and any(add_up):
         missing_calls.warn_if_averaged(
             "a train_step or compute_loss weighs the rows of a loss that adds them up over the "
             "ranks. If it divides the weights by a number of this rank's rows, divide by that of "
@@ -211,9 +217,34 @@ def _sums_activities() -> bool:
         return float(sum(layer.losses)) > 1.5
 
 
+def _is_sum(regularizer: Any) -> bool:
+    """Whether a regularizer is one of Keras's that add up rows."""
+    known = keras.regularizers
+    return type(regularizer) in (known.L1, known.L2, known.L1L2)
+
+
 def _of_all_rows(own: Weighing, regularizer: Any, output: Any) -> Any:
-    value = regularizer(output)
-    return own.together(lambda: own.process_set.size() * value, lambda: value)
+    """A regularizer of all ranks' activities, which Keras divides by this rank's rows."""
+    size = own.process_set.size()
+    tried = types.SimpleNamespace(fn=regularizer, call=lambda _, rows: regularizer(rows))
+    kind = "sum" if _is_sum(regularizer) else row_trials.kind_of(tried, output, output)
+    if kind == "failed":
+        missing_calls.warn_if_averaged(
+            f"the activity regularizer {regularizer} cannot be tried on random rows, so it is "
+            "taken for a sum over the rows of a batch."
+        )
+    if kind not in ("whole", "mean"):
+        value = regularizer(output)
+        scaled = size * value if _sums_activities() else value
+        return own.together(lambda: scaled, lambda: value)
+    own.regularizers += 1
+    name = f"regularizer {own.regularizers}"
+
+    def of_all() -> Any:
+        value = regularizer(_gather(output, name, own.process_set))
+        return value if _sums_activities() else value / tf.cast(size, value.dtype)
+
+    return own.together(of_all, lambda: regularizer(output))
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -229,8 +260,8 @@ def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
     is_weighted = sample_weight is not None or bool(divisors(loss, None, y_pred, None))
     if kind == "failed" and not row_trials.is_of_keras(getattr(loss, "fn", loss)):
         missing_calls.warn_if_averaged(
-            f"the loss {loss.name} cannot be tried on random rows, so it is taken for a mean over "
-            "the rows of a batch. If it is not, let it compare hvd.allgather of y and y_pred."
+            f"the loss {name_of(loss)} cannot be tried on random rows, so it is taken for a mean "
+            "over the rows of a batch. If it is not, let it compare hvd.allgather of y and y_pred."
         )
     is_of_all = kind == "whole" or (kind in ("mean", "sum") and is_weighted)
     if own is not None:
@@ -244,10 +275,20 @@ def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
         if own is None:
             _warn_in_loop(loss, kind, weights)
             return value
-        with replaced(own, "is_own", own.is_own and not _is_compiled(own.model, loss)):
-            return _weigh(own, loss, value, kind, weights, y_pred)
+        is_compiled = _is_compiled(own.model, loss)
+        origin.of_compile.set([*origin.of_compile.get(), *[value] * is_compiled])
+        with replaced(own, "is_own", own.is_own and not is_compiled):
+            value = _weigh(own, loss, value, kind, weights, y_pred)
+        adds_up = is_compiled and getattr(loss, "reduction", None) in (None, "none", "sum")
+        if (
+            adds_up
+            and own.is_own
+            and not any(map(bool, tf.nest.flatten(own.model.compiled_loss._loss_weights)))
+        ):
+            value = _divided_by_rows(own, loss, value, y_pred)
+        return value
     # Any function of the rows of the batch: each rank computes it of all.
-    name = f"loss {own.calls}, {specs.common_path(loss.name)}"
+    name = f"loss {own.calls}, {specs.common_path(name_of(loss))}"
     process_set = own.process_set
 
     # A step of one's own divides the sum by its own rows.
@@ -266,10 +307,17 @@ def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
     return own.together(of_all, alone)
 
 
+def _divided_by_rows(own: Weighing, loss: Any, value: Any, y_pred: Any) -> Any:
+    """What ``compile``'s losses give a step of one's own, which may divide it itself."""
+    if not own.averages or own.is_together is not None:
+        return value
+    return divided_losses.of_compile(loss, value, y_pred, own.process_set.size())
+
+
 def _warn_in_loop(loss: Any, kind: row_trials.Kind, weights: list[Any]) -> None:
     if weights:
         missing_calls.warn_if_averaged(
-            f"the loss {loss.name} is divided by a number that differs by rank, such as "
+            f"the loss {name_of(loss)} is divided by a number that differs by rank, such as "
             "that of the entries that a mask leaves, so the mean of the ranks' gradients "
             "is not that of one process. fit weighs it; in a custom loop use "
             'reduction="sum", and divide by the ranks\' mean of these numbers: '
@@ -277,9 +325,9 @@ def _warn_in_loop(loss: Any, kind: row_trials.Kind, weights: list[Any]) -> None:
         )
     elif kind == "whole":
         missing_calls.warn_if_averaged(
-            f"the loss {loss.name} is no mean over the rows of a batch, so the mean of the ranks' "
-            "gradients is not that of one process. fit computes it for the rows of all ranks; so "
-            "do in a custom loop: loss(hvd.allgather(y), hvd.allgather(y_pred))."
+            f"the loss {name_of(loss)} is no mean over the rows of a batch, so the mean of the "
+            "ranks' gradients is not that of one process. fit computes it for the rows of all "
+            "ranks; so do in a custom loop: loss(hvd.allgather(y), hvd.allgather(y_pred))."
         )
 
 
@@ -290,13 +338,13 @@ def _weigh(
     size = tf.cast(own.process_set.size(), value.dtype)
     adds_up = reduction in (None, "none", "sum")
     if adds_up and own.is_own:
-        value = _divided_by_the_step(loss, value, tf.nest.flatten(y_pred)[0])
+        value = divided_losses.of_step(loss, value, tf.nest.flatten(y_pred)[0])
         if own.averages:
             reduction, weights = "mean", []
     elif adds_up and not own.averages:
         # Optimizers with op=hvd.Sum are right to leave it; a tape may average.
         missing_calls.warn_if_averaged(
-            f"the loss {loss.name} is a sum, and hvd.DistributedGradientTape averages its "
+            f"the loss {name_of(loss)} is a sum, and hvd.DistributedGradientTape averages its "
             "gradients over the ranks, so they are smaller than those of one process. Use "
             "op=hvd.Sum, or another reduction."
         )
@@ -313,7 +361,7 @@ def _weigh(
         return value
     if own.is_together is not None:
         fit_state.weighed.add(own.model)
-    calls, path = own.calls, specs.common_path(loss.name)
+    calls, path = own.calls, specs.common_path(name_of(loss))
     first = tf.nest.flatten(y_pred)[0]
     is_unknown = float(first.shape[0] is None)  # how many rows it has
 
@@ -340,37 +388,6 @@ def _weigh(
     if not own.counts_rows:
         return logged
     return _with_gradient_of(size * tf.cast(entries, value.dtype) * value, logged)
-
-
-def _divided_by_the_step(loss: Any, value: Any, rows: Any) -> Any:
-    """A sum, or the losses of rows, of which a step of one's own makes a mean; tell if it does not.
-
-    The gradient that comes back shows what the step does: it is 1 if that adds up.
-    """
-
-    def gradient(upstream: Any) -> Any:
-        if _is_one(upstream) and getattr(rows, "shape", None) and rows.shape[0] != 1:
-            missing_calls.warn_if_averaged(
-                f"a train_step or compute_loss uses the loss {loss.name} as a sum, and the ranks' "
-                "gradients are averaged, so they are smaller than those of one process. Divide the "
-                "sum by the number of rows, or use that of keras.Model."
-            )
-        return upstream
-
-    return tf.custom_gradient(lambda value: (tf.identity(value), gradient))(value)
-
-
-# Operations that pass on what they get.
-_PASSING = {"Fill", "BroadcastTo", "Reshape", "Tile", "Identity", "Cast", "Squeeze", "ExpandDims"}
-
-
-def _is_one(tensor: Any) -> bool:
-    """Whether all elements are known to be 1; in a graph before they are computed."""
-    value = tensor.numpy() if hasattr(tensor, "numpy") else tf.get_static_value(tensor)
-    if value is not None:
-        return bool(np.all(value == 1))
-    given = [source for source in tensor.op.inputs if source.dtype.is_floating]
-    return tensor.op.type in _PASSING and bool(given) and all(map(_is_one, given))
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]

@@ -82,6 +82,8 @@ def accumulators(model: Any) -> list[Any]:
 def accumulating(model: Any) -> dict[Any, list[Any]]:
     """Return the sums of this rank's own gradients since the last update, by reducer."""
     found: dict[Any, list[Any]] = {}
+    if is_legacy:  # which has no such optimizers; those of packages do it in their own way
+        return found
     for optimizer in map(innermost, model_ranks.optimizers_of(model, within=True)):
         reducer = model_ranks.reducer_of(optimizer)
         steps = getattr(optimizer, "gradient_accumulation_steps", None)
@@ -97,7 +99,8 @@ def average_accumulated(model: Any, process_set: ProcessSet) -> list[Any]:
     number of steps than those of other ranks, as of a loaded file, are left out.
     """
     optimizers = list(map(innermost, model_ranks.optimizers_of(model, within=True)))
-    if not any(getattr(o, "gradient_accumulation_steps", None) for o in optimizers):
+    accumulates = any(getattr(o, "gradient_accumulation_steps", None) for o in optimizers)
+    if is_legacy or not accumulates:
         return []
     sums = accumulating(model)
     steps = [int(optimizer._iterations) for optimizer in optimizers if optimizer.built]

@@ -179,10 +179,21 @@ class Divides(tf.keras.Sequential):
     def train_step(self, data):
         a, b = data
         with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(of_rows(b, self(a, training=True)))
+            loss = self.mean(b, self(a, training=True))
         variables = self.trainable_variables
         self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
         return {"loss": loss}
+
+    def mean(self, y, y_pred):
+        return tf.reduce_mean(of_rows(y, y_pred))
+
+class OfCompile(Divides):
+    def mean(self, y, y_pred):
+        return tf.reduce_mean(self.compiled_loss(y, y_pred))
+
+class WithoutAName(tf.keras.losses.Loss):  # of which rows are no mean
+    def call(self, y, y_pred):
+        return tf.reduce_sum(tf.square(y - y_pred)) / (1.0 + tf.reduce_sum(tf.square(y)))
 
 def branches(y, y_pred):
     errors = tf.reduce_mean(tf.square(y - y_pred), -1)
@@ -191,12 +202,14 @@ def branches(y, y_pred):
     return errors
 
 of_rows = tf.keras.losses.MeanSquaredError(reduction="none")
-for kind, loss in (Divides, None), (tf.keras.Sequential, branches):
+for kind, loss in ((Divides, None), (OfCompile, of_rows), (tf.keras.Sequential, branches),
+                   (tf.keras.Sequential, WithoutAName())):
     found = []
     for opt, data, batch in ((optimizers.SGD(0.1), everything, size * B),
                              (hvd.DistributedOptimizer(optimizers.SGD(0.1)), share, B)):
         net = kind([tf.keras.Input((6,)), layers.Dense(1, kernel_initializer="ones")])
         net.compile(opt, loss)
+        opt.gradient_accumulation_steps = 1  # as packages have it
         net.fit(data[0], data[2], batch_size=batch, shuffle=False, verbose=0)
         found.append(flat(net))
     np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-6)

@@ -102,6 +102,60 @@ def test_exported_model_has_nothing_of_hvd_keras(tmp_path) -> None:
     assert b"Hvd" not in (tmp_path / "served" / "saved_model.pb").read_bytes()
 
 
+class Divided(keras.Sequential):
+    """Makes a mean of what the loss of compile adds up, or of each row's."""
+
+    def train_step(self, data):
+        x, y = data
+        rows = tf.cast(tf.shape(x)[0], tf.float32)
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+            if self.how == "largest":
+                loss = tf.reduce_mean(tf.nn.relu(loss - 0.1))
+            elif self.how == "all" and hasattr(self.optimizer, "_hvd_reducer"):
+                loss /= hvd.allreduce(rows, op=hvd.Sum)
+            elif self.how != "sum":
+                loss = tf.reduce_sum(loss) / rows
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("eager", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["largest none", "rows none", "rows sum", "all sum", "sum none"])
+def test_a_step_of_its_own_that_divides_the_loss_of_compile(how: str, eager: bool) -> None:
+    if eager and how == "all sum":
+        pytest.skip("eager gradients do not tell of which rows a number is")
+
+    def make() -> keras.Model:
+        dense = keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)
+        net = Divided([keras.Input((5,)), *dense])
+        net.how, _ = how.split()
+        return net
+
+    loss = keras.losses.MeanSquaredError(reduction=how.split()[1])
+    assert_equal(*both(make, loss=loss, run_eagerly=eager))
+
+
+def sparsity(activities):
+    """Of the means over the rows, as in a sparse autoencoder."""
+    mean = keras.ops.mean(activities, 0)
+    return keras.ops.sum(0.3 / (0.1 + mean**2))
+
+
+def squares(activities):
+    return 0.3 * keras.ops.sum(activities**2)
+
+
+@pytest.mark.parametrize("of", [sparsity, squares, keras.regularizers.L2(0.3)])
+def test_regularizers_of_activities(of) -> None:
+    def make() -> keras.Model:
+        hidden = keras.layers.Dense(7, "tanh", activity_regularizer=of)
+        return keras.Sequential([keras.Input((5,)), hidden, keras.layers.Dense(1)])
+
+    assert_equal(*both(make))
+
+
 class Traced(optimizers.Adam):
     """Counts how many times a step is traced."""
 

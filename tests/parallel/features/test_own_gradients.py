@@ -285,3 +285,34 @@ def test_a_rank_alone_may_copy_what_a_distributed_tape_returns() -> None:
     (known,) = hvd.DistributedGradientTape(tape).gradient(loss, [weight])
     optimizer.apply([tf.identity(known) if RANK == 0 else known], [weight])
     np.testing.assert_allclose(weight, -np.full(2, np.mean(range(1, SIZE + 1))))
+
+
+class OfRows(keras.Sequential):
+    """Gives a tape the loss of each row, or of a model's input; the gradient is that of the sum."""
+
+    is_compiled = False
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as of_input:
+                of_input.watch(x)
+                y_pred = self(x)
+            slope = of_input.gradient(y_pred, x)  # a vector, but of no variable
+            rows = self.compute_loss(x, y, y_pred) if self.is_compiled else (y - y_pred)[:, 0] ** 2
+            loss = rows + tf.reduce_sum(slope**2, 1)
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": tf.reduce_mean(loss)}
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_gradient_of_a_vector_is_told(is_compiled: bool, warned) -> None:
+    net = OfRows([keras.Input((3,)), keras.layers.Dense(1, kernel_initializer="ones")])
+    net.is_compiled = is_compiled
+    loss = keras.losses.MeanSquaredError(reduction="none")
+    net.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), loss)
+    x = np.random.default_rng(RANK).normal(size=(8, 3)).astype("float32")
+    net.fit(x, x[:, :1], verbose=0)
+    told = [text for text in warned if "a tape gets a loss for each row" in text]
+    assert len(told) == (not is_compiled and SIZE > 1), warned

@@ -1,0 +1,107 @@
+"""Losses that add up rows, in a step of one's own that divides them itself.
+
+What the step does is seen in the gradient that comes back.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_keras.gradients import missing_calls
+
+
+def name_of(loss: Any) -> str:
+    """Return the name of a loss, which tf_keras may not give it."""
+    return loss.name or type(loss).__name__
+
+
+def of_step(loss: Any, value: Any, rows: Any) -> Any:
+    """A sum, or the losses of rows, of which a step of one's own makes a mean; tell if it does not.
+
+    The gradient that comes back shows what the step does: it is 1 if that adds up.
+    """
+
+    def gradient(upstream: Any) -> Any:
+        if _is_one(upstream) and getattr(rows, "shape", None) and rows.shape[0] != 1:
+            missing_calls.warn_if_averaged(
+                f"a train_step or compute_loss uses the loss {name_of(loss)} as a sum, and the "
+                "ranks' gradients are averaged, so they are smaller than those of one process. "
+                "Divide the sum by the number of rows, or use that of keras.Model."
+            )
+        return upstream
+
+    return tf.custom_gradient(lambda value: (tf.identity(value), gradient))(value)
+
+
+def of_compile(loss: Any, value: Any, y_pred: Any, size: int) -> Any:
+    """A sum of ``compile``, which is times ``size`` ranks, or the losses of rows.
+
+    If a step of one's own divides it by the number of this rank's rows, so does its gradient: that
+    is then a mean, and those of the ranks are averaged.
+    """
+    first: Any = next(iter(tf.nest.flatten(y_pred)), None)
+    rows = first.shape[0] if getattr(first, "shape", None) else None
+
+    def gradient(upstream: Any) -> Any:
+        divisors = list(_divisors(upstream))
+        if None in divisors or rows in divisors:
+            if getattr(loss, "reduction", None) == "sum":
+                missing_calls.warn_if_averaged(
+                    "a train_step or compute_loss divides the loss of compile, a sum, by a number "
+                    "of this rank's rows. What it logs of that is too large, by the number of "
+                    "ranks; the gradients are right."
+                )
+            return upstream / tf.cast(size, upstream.dtype)
+        if divisors:
+            missing_calls.warn_if_averaged(
+                "a train_step or compute_loss divides the loss of compile, which adds up rows, by "
+                f"{divisors[0]:g}. If that is the number of this rank's rows, gradients are too "
+                "large, by the number of ranks: divide by that of all ranks' rows."
+            )
+        return upstream
+
+    return tf.custom_gradient(lambda value: (tf.identity(value), gradient))(value)
+
+
+def _divisors(upstream: Any) -> Iterator[float | None]:
+    """Yield by what a loss was divided of which this is the gradient; None: by no constant."""
+    if hasattr(upstream, "numpy"):
+        largest = float(np.abs(upstream).max(initial=0))
+        yield from [round(1 / largest, 3)] if 0 < largest < 1 else []
+        return
+    waiting, seen = [upstream.op], set()
+    while waiting:
+        op = waiting.pop()
+        if op in seen or "gradient_tape/" not in op.name:
+            continue
+        seen.add(op)
+        inputs = list(op.inputs)
+        if op.type in ("RealDiv", "Div", "DivNoNan"):
+            divisor = inputs.pop()
+            value = tf.get_static_value(divisor)
+            if value is not None:
+                yield float(np.max(value))
+            elif not _is_of_all_ranks(divisor.op):
+                yield None
+        waiting += [tensor.op for tensor in inputs]
+
+
+def _is_of_all_ranks(op: Any, depth: int = 8) -> bool:
+    """Whether a number is what the ranks have exchanged, or made of it."""
+    inputs = [tensor.op for tensor in op.inputs] if depth else []
+    return op.type.startswith("Hvd") or any(_is_of_all_ranks(one, depth - 1) for one in inputs)
+
+
+# Operations that pass on what they get.
+_PASSING = {"Fill", "BroadcastTo", "Reshape", "Tile", "Identity", "Cast", "Squeeze", "ExpandDims"}
+
+
+def _is_one(tensor: Any) -> bool:
+    """Whether all elements are known to be 1; in a graph before they are computed."""
+    value = tensor.numpy() if hasattr(tensor, "numpy") else tf.get_static_value(tensor)
+    if value is not None:
+        return bool(np.all(value == 1))
+    given = [source for source in tensor.op.inputs if source.dtype.is_floating]
+    return tensor.op.type in _PASSING and bool(given) and all(map(_is_one, given))
