@@ -40,8 +40,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # What takes a minute or more runs first, so that none of it runs alone at the end.
-LONG = ["2-ranks", "test_core.py", "2-ranks in folders", "test_slurm.py", "test_hvdrun_ends.py"]
-LONG += ["test_several_hosts.py", "test_hvdrun.py", "test_auto.py", "test_faults.py"]
+LONG = ["2-ranks", "test_core.py", "2-ranks in folders", "test_auto.py", "test_programs.py"]
+LONG += ["test_slurm.py", "test_hvdrun_ends.py", "test_several_hosts.py", "test_hvdrun.py"]
+LONG += ["test_faults.py"]
 LONG += ["test_examples.py", "test_hvdrun_plan.py", "test_horovod.py", "test_restarts.py"]
 LONG += ["test_runtime.py", "test_restart.py", "test_soak.py", "test_mpi_faults.py"]
 LONG += [f"{size}-ranks{where}" for size in (3, 1, 4) for where in ("", " in folders")]

@@ -40,8 +40,8 @@ _sums: dict[int, Any] = {}
 _factors: dict[str, float] = {}  # by optimizer
 #: Whether a distributed tape asks the tape in it.
 in_tape = contextvars.ContextVar("a distributed tape asks", default=False)
-#: What losses of ``compile`` have returned in this step: fit weighs those that add up rows.
-of_compile: contextvars.ContextVar[Sequence[Any]] = contextvars.ContextVar("losses", default=())
+#: Whether this step has called losses of ``compile``: fit weighs those that add up rows.
+has_compiled_loss = contextvars.ContextVar("the step has called compile's losses", default=False)
 # What distributed tapes have returned in graphs: the names of tensors.
 _exchanged: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 # Variables whose gradients tapes have returned in eager code since the last update: distributed
@@ -57,7 +57,7 @@ def record(gradient: Any, tape: Any, target: Any, sources: Any, *args: Any, **kw
     missing_calls.note_tape(sources, results)
     shapes = [one.shape for one in tf.nest.flatten(target) if tf.is_tensor(one)]
     has_rows = any(shape.rank and shape.num_elements() != 1 for shape in shapes)
-    if has_rows and not of_compile.get() and any(hasattr(one, "assign") for one in sources):
+    if has_rows and not has_compiled_loss.get() and any(hasattr(one, "assign") for one in sources):
         missing_calls.warn_if_averaged(
             "a tape gets a loss for each row, of which the gradient is that of their sum, and the "
             "ranks' gradients are averaged, so they are smaller than those of one process. Take "

@@ -54,10 +54,10 @@ def of_compile(loss: Any, value: Any, y_pred: Any, size: int) -> Any:
                     "ranks; the gradients are right."
                 )
             return upstream / tf.cast(size, upstream.dtype)
-        if divisors:
+        if others := [divisor for divisor in divisors if divisor != 1]:
             missing_calls.warn_if_averaged(
                 "a train_step or compute_loss divides the loss of compile, which adds up rows, by "
-                f"{divisors[0]:g}. If that is the number of this rank's rows, gradients are too "
+                f"{others[0]:g}. If that is the number of this rank's rows, gradients are too "
                 "large, by the number of ranks: divide by that of all ranks' rows."
             )
         return upstream

@@ -64,6 +64,9 @@ class Weighing:
 weighing: contextvars.ContextVar[Weighing | None] = contextvars.ContextVar("losses", default=None)
 
 
+_SUMS = (None, "none", "sum")  # reductions that add up rows, in the gradient of a vector
+
+
 @functools.cache
 def _together() -> Any:
     """Whether all ranks take the present step of validation."""
@@ -100,7 +103,7 @@ def weighed(
                 log = functools.partial(_log, own, metric.update_state)
                 stack.enter_context(replaced(metric, "update_state", log))
             stack.enter_context(agree.within(weighing, own))
-            stack.enter_context(agree.within(origin.of_compile, []))
+            stack.enter_context(agree.within(origin.has_compiled_loss, False))
             stack.enter_context(agree.within(agreement.step_of_fit, next(number)))
             stack.callback(missing_calls.unaveraged.clear)
             for layer in model._flatten_layers() if averages and not is_legacy else ():
@@ -164,14 +167,14 @@ def _of_compile(own: Weighing, of_compile: Any, call: Any, *args: Any, **kwargs:
     before = own.calls
     with replaced(own, "is_own", False):
         value = call(*args, **kwargs)
-    origin.of_compile.set([*origin.of_compile.get(), value])
+    origin.has_compiled_loss.set(True)
     # Keras 3.6 has the losses themselves, under another name.
     flat = getattr(of_compile, "_flat_losses", None) or getattr(of_compile, "flat_losses", None)
     every = [getattr(one, "loss", one) for one in flat or ()]
     every = [loss for loss in every if loss is not None]
     given = args[2] if len(args) > 2 else kwargs.get("sample_weight")
     computed = own.is_own and all(given is not part for part in (None, *tf.nest.flatten(own.data)))
-    add_up = [getattr(loss, "reduction", None) in (None, "none", "sum") for loss in every]
+    add_up = [getattr(loss, "reduction", None) in _SUMS for loss in every]
     if own.is_own and every and all(add_up):
         value = _divided_by_rows(own, every[0], value, args[1] if len(args) > 1 else None)
     if computed and any(add_up):
@@ -276,16 +279,13 @@ def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
             _warn_in_loop(loss, kind, weights)
             return value
         is_compiled = _is_compiled(own.model, loss)
-        origin.of_compile.set([*origin.of_compile.get(), *[value] * is_compiled])
         with replaced(own, "is_own", own.is_own and not is_compiled):
             value = _weigh(own, loss, value, kind, weights, y_pred)
-        adds_up = is_compiled and getattr(loss, "reduction", None) in (None, "none", "sum")
-        if (
-            adds_up
-            and own.is_own
-            and not any(map(bool, tf.nest.flatten(own.model.compiled_loss._loss_weights)))
-        ):
-            value = _divided_by_rows(own, loss, value, y_pred)
+        if is_compiled:
+            origin.has_compiled_loss.set(True)
+            has_weights = any(map(bool, tf.nest.flatten(own.model.compiled_loss._loss_weights)))
+            if own.is_own and getattr(loss, "reduction", None) in _SUMS and not has_weights:
+                value = _divided_by_rows(own, loss, value, y_pred)
         return value
     # Any function of the rows of the batch: each rank computes it of all.
     name = f"loss {own.calls}, {specs.common_path(name_of(loss))}"
@@ -336,7 +336,7 @@ def _weigh(
 ) -> Any:
     reduction = "sum" if kind == "sum" else getattr(loss, "reduction", None)
     size = tf.cast(own.process_set.size(), value.dtype)
-    adds_up = reduction in (None, "none", "sum")
+    adds_up = reduction in _SUMS
     if adds_up and own.is_own:
         value = divided_losses.of_step(loss, value, tf.nest.flatten(y_pred)[0])
         if own.averages:
