@@ -144,7 +144,8 @@ class Checkpoint(Callback):  # type: ignore[misc]
             self._rates.setdefault(optimizer, resuming.rate_of(optimizer))
             replace_values(innermost(optimizer))
         self._passes = fit.passes
-        self._validation = fit.backend.passes_of(fit.arguments["validation_data"])
+        others = fit.backend.passes_of(fit.arguments["validation_data"])
+        self._validation = [one for one in others if not any(one is own for own in fit.passes)]
         self._rows = resuming.rows_of_step(fit)
         self._tell_what_is_read_again(fit)
         if found is None:
@@ -162,7 +163,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         if fits_here or not is_complete:
             self._restore(found, own)
         fit.restored = True
-        number = len(self._fits) if is_complete else -1
+        number = len(self._fits) - len(fits) if is_complete else -1
         if then := resuming.random_of_rank(found, number, self._hvd_process_set):
             per_rank.set_random_state(then[0])
             variables.set_global_seeds(then[1])
@@ -217,7 +218,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             self._initial_epoch = 0
         self._fits.append(int(self.params["epochs"]))
         self._ended.append([[p.state(0) for p in ps] for ps in (self._passes, self._validation)])
-        self._random.append(_random())
+        self._random = [*self._random[-resuming.KEPT_RANDOM :], _random()]
 
     def _check(self, of_fit: ProcessSet) -> None:
         check_built(self.model)

@@ -44,12 +44,16 @@ def optimizers_of(model: Any, within: bool = False) -> list[Any]:
     After a ``MultiOptimizer`` its parts follow; if a function chooses them, it must be built.
 
     Args:
-        within: whether those of its layers follow, if it has a step of its own, which may use them.
+        within: whether those of its layers follow, if it has a step of its own, which may use them;
+            those that compile has given models within it, if they are distributed.
     """
     optimizers = [*_optimizers_in(getattr(model, "optimizer", None)), *_optimizers_in(vars(model))]
     if within and type(model).train_step is not keras.Model.train_step:
         for layer in model._flatten_layers(include_self=False):
-            optimizers += _optimizers_in(vars(layer))
+            own = getattr(layer, "optimizer", None) if isinstance(layer, keras.Model) else None
+            # What compile has given a model within may be unused, and built on some ranks alone.
+            found = _optimizers_in(vars(layer))
+            optimizers += [one for one in found if one is not own or reducer_of(one)]
     unique: dict[int, Any] = {}
     several: Any = getattr(keras.optimizers, "MultiOptimizer", ())
     for value in optimizers:

@@ -56,7 +56,9 @@ def record(gradient: Any, tape: Any, target: Any, sources: Any, *args: Any, **kw
     sources, results = tf.nest.flatten(sources), tf.nest.flatten(result)
     missing_calls.note_tape(sources, results)
     shapes = [one.shape for one in tf.nest.flatten(target) if tf.is_tensor(one)]
-    has_rows = any(shape.rank and shape.num_elements() != 1 for shape in shapes)
+    # A short vector may be one of several losses.
+    has_rows = any(shape.rank and (shape[0] is None or shape[0] > 4) for shape in shapes)
+    has_rows &= not args and kwargs.get("output_gradients") is None
     if has_rows and not has_compiled_loss.get() and any(hasattr(one, "assign") for one in sources):
         missing_calls.warn_if_averaged(
             "a tape gets a loss for each row, of which the gradient is that of their sum, and the "

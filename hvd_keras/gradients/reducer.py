@@ -104,12 +104,12 @@ class GradientReducer:
             return Step(self, None, self.options.densified(gradients), variables)
         # From here on, all ranks of the set take part.
         agreement.refuse_strategies()
-        if self.options.op is ops.Average:
-            missing_calls.check_average()
         divided = shards.sharded_indices(variables, self.name, self.options.op, self.process_set)
         are_reduced = self.optimizer is not None and origin.were_exchanged(
             gradients, variables, self.name, self.process_set
         )
+        if self.options.op is ops.Average and not are_reduced:
+            missing_calls.check_average()
         if are_reduced and not self.is_sharded:
             return Step(self, None, gradients, variables, divided=divided)
         if tf.inside_function():

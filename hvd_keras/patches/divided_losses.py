@@ -43,10 +43,11 @@ def of_compile(loss: Any, value: Any, y_pred: Any, size: int) -> Any:
     """
     first: Any = next(iter(tf.nest.flatten(y_pred)), None)
     rows = first.shape[0] if getattr(first, "shape", None) else None
+    mine = {None, rows, value.shape.num_elements() if value.shape.rank else None}
 
     def gradient(upstream: Any) -> Any:
-        divisors = list(_divisors(upstream))
-        if None in divisors or rows in divisors:
+        divisors = set(_divisors(upstream))
+        if divisors & mine:
             if getattr(loss, "reduction", None) == "sum":
                 missing_calls.warn_if_averaged(
                     "a train_step or compute_loss divides the loss of compile, a sum, by a number "
@@ -54,10 +55,10 @@ def of_compile(loss: Any, value: Any, y_pred: Any, size: int) -> Any:
                     "ranks; the gradients are right."
                 )
             return upstream / tf.cast(size, upstream.dtype)
-        if others := [divisor for divisor in divisors if divisor != 1]:
+        if rows is None and (large := [one for one in divisors if one and one > _FEW]):
             missing_calls.warn_if_averaged(
                 "a train_step or compute_loss divides the loss of compile, which adds up rows, by "
-                f"{others[0]:g}. If that is the number of this rank's rows, gradients are too "
+                f"{large[0]:g}. If that is the number of this rank's rows, gradients are too "
                 "large, by the number of ranks: divide by that of all ranks' rows."
             )
         return upstream
@@ -65,8 +66,17 @@ def of_compile(loss: Any, value: Any, y_pred: Any, size: int) -> Any:
     return tf.custom_gradient(lambda value: (tf.identity(value), gradient))(value)
 
 
+_FEW = 4  # up to which a constant divisor is hardly a number of rows
+_DIVISIONS = {"RealDiv", "Div", "DivNoNan"}
+_SIZES = {"Shape", "ShapeN", "Size"}
+_DATA = {"Placeholder", "IteratorGetNext", "OptionalGetValue"}
+
+
 def _divisors(upstream: Any) -> Iterator[float | None]:
-    """Yield by what a loss was divided of which this is the gradient; None: by no constant."""
+    """Yield numbers by which a loss was divided, of which this is the gradient.
+
+    None stands for one that a graph computes of this rank's rows.
+    """
     if hasattr(upstream, "numpy"):
         largest = float(np.abs(upstream).max(initial=0))
         yield from [round(1 / largest, 3)] if 0 < largest < 1 else []
@@ -78,20 +88,33 @@ def _divisors(upstream: Any) -> Iterator[float | None]:
             continue
         seen.add(op)
         inputs = list(op.inputs)
-        if op.type in ("RealDiv", "Div", "DivNoNan"):
+        if op.type in _DIVISIONS:
             divisor = inputs.pop()
             value = tf.get_static_value(divisor)
-            if value is not None:
-                yield float(np.max(value))
-            elif not _is_of_all_ranks(divisor.op):
+            if value is not None and value.size == 1:
+                yield float(value.item())
+            elif divisor.shape.num_elements() == 1 and _is_of_rows(divisor.op):
                 yield None
         waiting += [tensor.op for tensor in inputs]
 
 
-def _is_of_all_ranks(op: Any, depth: int = 8) -> bool:
-    """Whether a number is what the ranks have exchanged, or made of it."""
-    inputs = [tensor.op for tensor in op.inputs] if depth else []
-    return op.type.startswith("Hvd") or any(_is_of_all_ranks(one, depth - 1) for one in inputs)
+def _is_of_rows(op: Any) -> bool:
+    """Whether a number is made of this rank's rows, or of how many they are, and not exchanged."""
+    waiting, seen, is_of_rows = [op], set(), False
+    while waiting:
+        op = waiting.pop()
+        if op in seen:
+            continue
+        seen.add(op)
+        if op.type.startswith("Hvd"):
+            return False
+        # A static shape is a constant with the name of the operation.
+        kind = op.name.rpartition("/")[2].partition("_")[0] if op.type == "Const" else op.type
+        is_of_rows |= kind in _SIZES or (
+            kind in _DATA and not any(tensor.dtype == tf.resource for tensor in op.outputs)
+        )
+        waiting += [] if kind in _SIZES else [tensor.op for tensor in op.inputs]
+    return is_of_rows
 
 
 # Operations that pass on what they get.

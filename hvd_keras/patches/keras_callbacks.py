@@ -16,7 +16,7 @@ from hvd_keras.data.sources import Passes
 from hvd_keras.gradients import missing_calls, model_ranks
 from hvd_keras.gradients.values import Values, row_hashes
 from hvd_keras.runtime import agree, settings
-from hvd_keras.runtime.keras import keras, replaced, summary
+from hvd_keras.runtime.keras import keras, replaced, snapshot, summary
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.training import rounds, variables
 from hvd_keras.training.fit_state import Fit
@@ -90,9 +90,12 @@ def on_leader_alone(
 def _save(common: Fit, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Replace ``ModelCheckpoint._save_model``: all ranks wait until it is written, or raise."""
     if common.waits_for_checkpoints:
+        sums = [(one, snapshot(one)) for one in variables.accumulators(common.model)]
         if not model_ranks.rounds_of(common.model):  # where each rank has its own
             variables.average_accumulated(common.model, common.process_set)
         agree.on_leader("ModelCheckpoint", lambda: save(*args, **kwargs), common.process_set)
+        for one, mine in sums:
+            one.assign(mine)
     elif common.process_set.rank() == 0:
         save(*args, **kwargs)
 

@@ -47,6 +47,7 @@ class Weighing:
     calls: int = 0  # losses that this step has computed
     metrics: int = 0  # of all ranks' rows
     regularizers: int = 0  # of all ranks' activities
+    has_rows_of_all: bool = False  # a loss has given one for each of them
     data: Any = None  # of this step
     is_own: bool = False  # the model has a step of its own, in which Keras calls no loss now
     logs_outputs: bool = False  # Keras logs the loss of each output, too
@@ -175,7 +176,7 @@ def _of_compile(own: Weighing, of_compile: Any, call: Any, *args: Any, **kwargs:
     given = args[2] if len(args) > 2 else kwargs.get("sample_weight")
     computed = own.is_own and all(given is not part for part in (None, *tf.nest.flatten(own.data)))
     add_up = [getattr(loss, "reduction", None) in _SUMS for loss in every]
-    if own.is_own and every and all(add_up):
+    if own.is_own and every and all(add_up) and not own.has_rows_of_all:
         value = _divided_by_rows(own, every[0], value, args[1] if len(args) > 1 else None)
     if computed and any(add_up):
         missing_calls.warn_if_averaged(
@@ -236,10 +237,12 @@ def _of_all_rows(own: Weighing, regularizer: Any, output: Any) -> Any:
             f"the activity regularizer {regularizer} cannot be tried on random rows, so it is "
             "taken for a sum over the rows of a batch."
         )
-    if kind not in ("whole", "mean"):
+    if kind != "whole" and (kind != "mean" or not own.counts_rows):
         value = regularizer(output)
-        scaled = size * value if _sums_activities() else value
-        return own.together(lambda: scaled, lambda: value)
+        factor = 1 / size if kind == "mean" else 1  # a mean that Keras divides by this rank's rows
+        return own.together(
+            lambda: value * factor * (size if _sums_activities() else 1), lambda: value
+        )
     own.regularizers += 1
     name = f"regularizer {own.regularizers}"
 
@@ -267,6 +270,8 @@ def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
             "over the rows of a batch. If it is not, let it compare hvd.allgather of y and y_pred."
         )
     is_of_all = kind == "whole" or (kind in ("mean", "sum") and is_weighted)
+    if own is not None and is_of_all and getattr(loss, "reduction", None) in (None, "none"):
+        own.has_rows_of_all = True
     if own is not None:
         own.calls += 1
         own.by_steps = None

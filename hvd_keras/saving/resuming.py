@@ -35,6 +35,8 @@ _ATTRIBUTES = {
 }
 
 
+#: Of how many complete fits a checkpoint has the states of random generators, besides the last.
+KEPT_RANDOM = 3
 _SIZES = "CSVLogger sizes"
 _LOGS = "_get_metrics_result_or_logs"
 _ENDED = object()  # what data without another batch yield
@@ -215,8 +217,8 @@ def random_of_ranks(every: Sequence[Any], process_set: ProcessSet) -> dict[str, 
 
 
 def random_of_rank(found: per_rank.Found, number: int, process_set: ProcessSet) -> Any:
-    """Return those of this rank at one time; None if there were other ranks."""
-    if found.metadata["ranks"] != process_set.size():
+    """Return those of one time, counted from the last; None of other ranks, or long before."""
+    if found.metadata["ranks"] != process_set.size() or -number > len(found.metadata["random"][0]):
         return None
     states, seeds = found.metadata["random"], found.metadata["seeds"]
     return states[process_set.rank() % len(states)][number], seeds[process_set.rank()][number]

@@ -31,7 +31,7 @@ import numpy as np
 
 from hvd_keras.runtime import agree
 
-_FIRST_LINE = b"hvd_keras checkpoint 4\n"
+_FIRST_LINE = b"hvd_keras checkpoint 5\n"
 _BLOCK = 512  # bytes; the smallest user block that HDF5 knows
 _NAME = re.compile(r"checkpoint-(\d{5,})-(\d{7,})\.h5")
 _TRAINING = "training"  # the file that names the training which begins anew

@@ -126,7 +126,8 @@ def build_step(model: Any, element_spec: Any) -> None:
     """Create what Keras's own step creates in its first trace, so that no second one is needed.
 
     These are the variables of the optimizer and of the compiled metrics. ``tf.function`` traces a
-    step again that has created variables: half of the time until the first step ends.
+    step again that has created variables: half of the time until the first step ends. Models with
+    several outputs are traced twice all the same: Keras makes metrics of their losses.
     """
     own = (getattr(type(model), name) for name in ("train_step", "compute_loss", "compute_metrics"))
     of_keras = (keras.Model.train_step, keras.Model.compute_loss, keras.Model.compute_metrics)
@@ -138,25 +139,21 @@ def build_step(model: Any, element_spec: Any) -> None:
     if metrics is None or metrics.built:
         return
     x, y, weight = keras.utils.unpack_x_y_sample_weight(element_spec)
-    outputs: Any = getattr(model, "outputs", None) or ()
-    is_known = outputs and row_trials.is_of_keras(type(model).call)
-    if is_known and not isinstance(model, keras.Sequential):
-        outputs = model.output  # nested
-    elif len(outputs) == 1:
-        outputs = outputs[0]
+    is_known = row_trials.is_of_keras(type(model).call)
 
     def update(x: Any, y: Any, y_pred: Any, weight: Any) -> None:
         y_pred = y_pred if is_known else model(x, training=True)
         metrics.update_state(y, y_pred, weight)
 
-    def spec(tensor: Any) -> tf.TensorSpec:
-        return tf.TensorSpec(tensor.shape, tensor.dtype)
+    def outputs() -> Any:
+        is_single = isinstance(model, keras.Sequential) and len(model.outputs) == 1
+        outputs = model.outputs[0] if is_single else model.output  # nested
+        return keras.tree.map_structure(lambda one: tf.TensorSpec(one.shape, one.dtype), outputs)
 
     with agree.within(agree.is_building, True):
         try:
-            y_pred = keras.tree.map_structure(spec, outputs) if is_known else None
             traced = tf.function(update, autograph=False)
-            traced.get_concrete_function(x, y, y_pred, weight)
+            traced.get_concrete_function(x, y, outputs() if is_known else None, weight)
         except Exception as error:  # the step will raise it, or create them
             log.logger.debug("metrics cannot be made before the first step: %r", error)
 

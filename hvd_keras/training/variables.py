@@ -103,7 +103,9 @@ def average_accumulated(model: Any, process_set: ProcessSet) -> list[Any]:
     if is_legacy or not accumulates:
         return []
     sums = accumulating(model)
-    steps = [int(optimizer._iterations) for optimizer in optimizers if optimizer.built]
+    steps = [
+        int(optimizer._iterations) for optimizer in optimizers if getattr(optimizer, "built", False)
+    ]
     gathered = agree.gather_json("accumulated gradients", [bool(sums), steps], process_set)
     if any(theirs != gathered[0] for theirs in gathered):
         return []

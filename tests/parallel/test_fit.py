@@ -102,6 +102,13 @@ def test_exported_model_has_nothing_of_hvd_keras(tmp_path) -> None:
     assert b"Hvd" not in (tmp_path / "served" / "saved_model.pb").read_bytes()
 
 
+class Contrast(keras.losses.Loss):
+    """Compares each row with all."""
+
+    def call(self, y_true, y_pred):
+        return keras.ops.logsumexp(y_pred @ keras.ops.transpose(y_pred), -1) - y_true[:, 0]
+
+
 class Divided(keras.Sequential):
     """Makes a mean of what the loss of compile adds up, or of each row's."""
 
@@ -112,6 +119,8 @@ class Divided(keras.Sequential):
             loss = self.compute_loss(x, y, self(x, training=True))
             if self.how == "largest":
                 loss = tf.reduce_mean(tf.nn.relu(loss - 0.1))
+            elif self.how == "variable":
+                loss = tf.reduce_sum(loss) / self.divisor
             elif self.how == "all" and hasattr(self.optimizer, "_hvd_reducer"):
                 loss /= hvd.allreduce(rows, op=hvd.Sum)
             elif self.how != "sum":
@@ -122,18 +131,30 @@ class Divided(keras.Sequential):
 
 
 @pytest.mark.parametrize("eager", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("how", ["largest none", "rows none", "rows sum", "all sum", "sum none"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "largest none",
+        "rows none",
+        "rows sum",
+        "all sum",
+        "sum none",
+        "variable sum",
+        "contrast none",
+    ],
+)
 def test_a_step_of_its_own_that_divides_the_loss_of_compile(how: str, eager: bool) -> None:
-    if eager and how == "all sum":
+    if eager and how in ("all sum", "variable sum"):
         pytest.skip("eager gradients do not tell of which rows a number is")
 
     def make() -> keras.Model:
         dense = keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)
         net = Divided([keras.Input((5,)), *dense])
-        net.how, _ = how.split()
+        net.how, net.divisor = how.split()[0], tf.Variable(4.0, trainable=False)
         return net
 
-    loss = keras.losses.MeanSquaredError(reduction=how.split()[1])
+    kind = Contrast if how == "contrast none" else keras.losses.MeanSquaredError
+    loss = kind(reduction=how.split()[1])
     assert_equal(*both(make, loss=loss, run_eagerly=eager))
 
 
@@ -166,11 +187,17 @@ class Traced(optimizers.Adam):
         return super().apply(*args, **kwargs)
 
 
-class Called(keras.Sequential):
+class Called(keras.Model):
     """A model whose outputs are known when it is called."""
 
+    def __init__(self, layers):
+        super().__init__()
+        self.hidden, self.outputs = layers[-2:]
+        self.inputs = layers[:1]
+        self(np.zeros((1, 5)))
+
     def call(self, inputs, training=None):
-        return super().call(inputs, training=training) + 1.0
+        return self.outputs(self.hidden(inputs)) + 1.0
 
 
 @pytest.mark.skipif(SIZE == 1, reason="on one rank, Keras makes the variables in the step")

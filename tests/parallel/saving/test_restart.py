@@ -82,7 +82,8 @@ def train(
     ]
     if saved:
         callbacks = [*callbacks, saved] if last else [saved, *callbacks]
-    model.fit(data, epochs=epochs, verbose=0, shuffle=False, callbacks=[*callbacks, *more])
+    options = {"verbose": 0, "shuffle": False, "validation_data": data.take(1)}
+    model.fit(data, epochs=epochs, callbacks=[*callbacks, *more], **options)
 
 
 def assert_same_state(model: keras.Model, other: keras.Model) -> None:
