@@ -93,9 +93,11 @@ def _save(common: Fit, save: Callable[..., None], *args: Any, **kwargs: Any) -> 
         sums = [(one, snapshot(one)) for one in variables.accumulators(common.model)]
         if not model_ranks.rounds_of(common.model):  # where each rank has its own
             variables.average_accumulated(common.model, common.process_set)
-        agree.on_leader("ModelCheckpoint", lambda: save(*args, **kwargs), common.process_set)
-        for one, mine in sums:
-            one.assign(mine)
+        try:
+            agree.on_leader("ModelCheckpoint", lambda: save(*args, **kwargs), common.process_set)
+        finally:
+            for one, mine in sums:
+                one.assign(mine)
     elif common.process_set.rank() == 0:
         save(*args, **kwargs)
 
