@@ -217,7 +217,7 @@ def random_of_ranks(every: Sequence[Any], process_set: ProcessSet) -> dict[str, 
 
 
 def random_of_rank(found: per_rank.Found, number: int, process_set: ProcessSet) -> Any:
-    """Return those of one time, counted from the last; None of other ranks, or long before."""
+    """Return this rank's, ``number`` from the end (-1: the newest); None if they were not kept."""
     if found.metadata["ranks"] != process_set.size() or -number > len(found.metadata["random"][0]):
         return None
     states, seeds = found.metadata["random"], found.metadata["seeds"]

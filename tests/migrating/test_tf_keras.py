@@ -160,7 +160,9 @@ for family in optimizers, optimizers.legacy:
     net = tf.keras.Sequential([tf.keras.Input((6,)), layers.Dense(1, kernel_initializer="ones")])
     data, how = (share[0], share[2]), {"batch_size": B, "shuffle": False, "verbose": 0}
     halved = hvd.callbacks.LearningRateScheduleCallback(0.1, lambda epoch: 0.5 ** epoch, 1)
-    net.compile(hvd.DistributedOptimizer(family.SGD(0.1 * (1 + rank), momentum=0.9)), "mse")
+    opt = hvd.DistributedOptimizer(family.SGD(0.1 * (1 + rank), momentum=0.9))
+    opt.gradient_accumulation_steps = 1  # as optimizers of packages have it
+    net.compile(opt, "mse")
     broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
     net.fit(*data, epochs=3, callbacks=[broadcast, halved], **how)
     found.append(hvd.allgather(flat(net)[np.newaxis]).numpy())
@@ -209,7 +211,6 @@ for kind, loss in ((Divides, None), (OfCompile, of_rows), (tf.keras.Sequential, 
                              (hvd.DistributedOptimizer(optimizers.SGD(0.1)), share, B)):
         net = kind([tf.keras.Input((6,)), layers.Dense(1, kernel_initializer="ones")])
         net.compile(opt, loss)
-        opt.gradient_accumulation_steps = 1  # as packages have it
         net.fit(data[0], data[2], batch_size=batch, shuffle=False, verbose=0)
         found.append(flat(net))
     np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-6)
