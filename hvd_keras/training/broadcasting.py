@@ -125,9 +125,9 @@ def build(model: Any, element_spec: Any, whole_step: bool = False) -> Exception 
 def build_step(model: Any, element_spec: Any) -> None:
     """Create what Keras's own step creates in its first trace, so that no second one is needed.
 
-    These are the variables of the optimizer and of the compiled metrics. ``tf.function`` traces a
-    step again that has created variables: half of the time until the first step ends. Models with
-    several outputs are traced twice all the same: Keras makes metrics of their losses.
+    These are the variables of the optimizer, of the compiled metrics and of the metrics that Keras
+    makes of the losses of several outputs. ``tf.function`` traces a step again that has created
+    variables: half of the time until the first step ends.
     """
     own = (getattr(type(model), name) for name in ("train_step", "compute_loss", "compute_metrics"))
     of_keras = (keras.Model.train_step, keras.Model.compute_loss, keras.Model.compute_metrics)
@@ -135,25 +135,29 @@ def build_step(model: Any, element_spec: Any) -> None:
         return
     if not getattr(model.optimizer, "built", True):
         model.optimizer.build(model.trainable_variables)
-    metrics = model._compile_metrics
-    if metrics is None or metrics.built:
+    metrics, losses = model._compile_metrics, model._compile_loss
+    is_known, given = row_trials.is_of_keras(type(model).call), None
+    if is_known:
+        is_single = isinstance(model, keras.Sequential) and len(model.outputs) == 1
+        given = keras.tree.map_structure(
+            lambda one: tf.TensorSpec(one.shape, one.dtype),
+            model.outputs[0] if is_single else model.output,  # nested
+        )
+    has_losses = keras.tree.is_nested(given) and losses is not None and not losses.built
+    if (metrics is None or metrics.built) and not has_losses:
         return
     x, y, weight = keras.utils.unpack_x_y_sample_weight(element_spec)
-    is_known = row_trials.is_of_keras(type(model).call)
 
     def update(x: Any, y: Any, y_pred: Any, weight: Any) -> None:
         y_pred = y_pred if is_known else model(x, training=True)
-        metrics.update_state(y, y_pred, weight)
-
-    def outputs() -> Any:
-        is_single = isinstance(model, keras.Sequential) and len(model.outputs) == 1
-        outputs = model.outputs[0] if is_single else model.output  # nested
-        return keras.tree.map_structure(lambda one: tf.TensorSpec(one.shape, one.dtype), outputs)
+        if keras.tree.is_nested(y_pred) and losses is not None:
+            losses(y, y_pred, weight)
+        if metrics is not None:
+            metrics.update_state(y, y_pred, weight)
 
     with agree.within(agree.is_building, True):
         try:
-            traced = tf.function(update, autograph=False)
-            traced.get_concrete_function(x, y, outputs() if is_known else None, weight)
+            tf.function(update, autograph=False).get_concrete_function(x, y, given, weight)
         except Exception as error:  # the step will raise it, or create them
             log.logger.debug("metrics cannot be made before the first step: %r", error)
 

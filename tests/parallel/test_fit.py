@@ -203,13 +203,15 @@ class Called(keras.Model):
 
 
 @pytest.mark.skipif(SIZE == 1, reason="on one rank, Keras makes the variables in the step")
-@pytest.mark.parametrize("kind", ["sequential", "nested", "called", "frozen later"])
+@pytest.mark.parametrize("kind", ["sequential", "nested", "several", "called", "frozen later"])
 def test_keras_own_step_is_traced_once(kind: str) -> None:
     def make() -> keras.Model:
         x = keras.Input((5,))
-        hidden, last = keras.layers.Dense(3, "sigmoid"), keras.layers.Dense(1)
+        hidden, last = keras.layers.Dense(3, "sigmoid"), keras.layers.Dense(1, name="a")
         if kind == "nested":
             return keras.Model(x, {"out": last(hidden(x))})
+        if kind == "several":
+            return keras.Model(x, [keras.layers.Dense(1, name="b")(hidden(x)), last(hidden(x))])
         return (Called if kind == "called" else keras.Sequential)([x, hidden, last])
 
     def fit(ranks: int, data, wrap, average) -> tuple[keras.Model, int, dict]:
@@ -217,11 +219,12 @@ def test_keras_own_step_is_traced_once(kind: str) -> None:
         training.set_weights(net, seed=0)
         x, y = data(net)
         metrics, weighted = ["mae", keras.metrics.R2Score()], ["accuracy", "cosine_similarity"]
-        net.compile(wrap(adam), "mse", metrics=metrics, weighted_metrics=weighted)
+        every = {"metrics": metrics, "weighted_metrics": weighted} if kind != "several" else {}
+        net.compile(wrap(adam), "mse", **every)
         freeze = keras.callbacks.Callback()
         if kind == "frozen later":
             freeze.on_train_begin = lambda logs=None: setattr(net.layers[-2], "trainable", False)
-        y = {"out": y} if kind == "nested" else y
+        y = {"nested": {"out": y}, "several": {"b": y, "a": 2 * y}}.get(kind, y)
         fit = {"epochs": 2, "shuffle": False, "verbose": 0, "callbacks": [freeze, *average]}
         logs = net.fit(x, y, training.BATCH * ranks, **fit).history
         return net, adam.traced, logs
