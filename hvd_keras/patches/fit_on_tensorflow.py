@@ -16,6 +16,7 @@ from hvd_keras.patches.losses import validate_together as validate_together
 from hvd_keras.patches.losses import weighed as weighed
 from hvd_keras.runtime import libraries, log, rank_info
 from hvd_keras.runtime.keras import is_legacy, keras, require
+from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.training import broadcasting, row_trials, variables
 from hvd_keras.training.fit_state import Fit
 
@@ -44,6 +45,11 @@ def check(model: Any) -> None:
             log.warn_once(f"models train without XLA (jit_compile=False): {problem}")
 
 
+def synchronize(model: Any, process_set: ProcessSet) -> None:
+    """Let batch normalisation have the statistics of the ranks that train a model."""
+    keras_classes.synchronize_on(model._flatten_layers(), process_set)
+
+
 def prepare(own: Fit, dataset: Any) -> None:
     """Create the variables of a model, and find the passes over its data."""
     passes = passes_of(dataset)
@@ -58,7 +64,6 @@ def prepare(own: Fit, dataset: Any) -> None:
         one.goes_on = goes_on and not own.begins_anew
     model, process_set = own.model, own.process_set
     averaging = model_ranks.step_set_of(model) or process_set
-    keras_classes.synchronize_on(model._flatten_layers(), averaging)
     # Before callbacks broadcast or restore, and before the ranks compare what they train.
     every = model_ranks.optimizers_of(model, within=True)
     others = [o for o in every if o is not model.optimizer]

@@ -109,7 +109,8 @@ def weighed(
             stack.callback(missing_calls.unaveraged.clear)
             for layer in model._flatten_layers() if averages and not is_legacy else ():
                 local = getattr(layer, "activity_regularizer", None)
-                if local is not None and not (_is_sum(local) and not _sums_activities()):
+                is_mean_of_rows = _is_sum(local) and not _sums_activities()
+                if local is not None and not (is_mean_of_rows and not counts):
                     of_all = functools.partial(_of_all_rows, own, local)
                     stack.enter_context(replaced(layer, "activity_regularizer", of_all))
             if (of_compile := getattr(model, "_compile_loss", None)) is not None:
@@ -195,11 +196,10 @@ def _of_compile(own: Weighing, of_compile: Any, call: Any, *args: Any, **kwargs:
 
 
 def _tell_what_counts_by_rank(own: Weighing) -> None:
-    scaled = own.averages and _sums_activities()  # activity regularizers are
     added = any(
         getattr(layer, "_losses", ())
         for layer in own.model._flatten_layers()
-        if not (scaled and getattr(layer, "activity_regularizer", None) is not None)
+        if not (own.averages and getattr(layer, "activity_regularizer", None) is not None)
     )
     if not own.calls or added:
         what = "add_loss or an activity regularizer" if own.calls else "no keras.losses.Loss"
@@ -237,18 +237,18 @@ def _of_all_rows(own: Weighing, regularizer: Any, output: Any) -> Any:
             f"the activity regularizer {regularizer} cannot be tried on random rows, so it is "
             "taken for a sum over the rows of a batch."
         )
-    if kind != "whole" and (kind != "mean" or not own.counts_rows):
+    adds_up = _sums_activities()
+    if kind != "whole" and not (own.counts_rows and (kind == "mean" or not adds_up)):
         value = regularizer(output)
         factor = 1 / size if kind == "mean" else 1  # a mean that Keras divides by this rank's rows
-        return own.together(
-            lambda: value * factor * (size if _sums_activities() else 1), lambda: value
-        )
+        return own.together(lambda: value * factor * (size if adds_up else 1), lambda: value)
     own.regularizers += 1
     name = f"regularizer {own.regularizers}"
 
     def of_all() -> Any:
-        value = regularizer(_gather(output, name, own.process_set))
-        return value if _sums_activities() else value / tf.cast(size, value.dtype)
+        every = _gather(output, name, own.process_set)
+        value, rows = regularizer(every), (tf.shape(part)[0] for part in (output, every))
+        return value if adds_up else value * tf.cast(tf.divide(*rows), value.dtype)
 
     return own.together(of_all, lambda: regularizer(output))
 
@@ -316,7 +316,13 @@ def _divided_by_rows(own: Weighing, loss: Any, value: Any, y_pred: Any) -> Any:
     """What ``compile``'s losses give a step of one's own, which may divide it itself."""
     if not own.averages or own.is_together is not None:
         return value
-    return divided_losses.of_compile(loss, value, y_pred, own.process_set.size())
+    parts: Any = own.process_set.size()
+    if own.counts_rows:  # of which the step divides by its own
+        rows = tf.cast(tf.shape(tf.nest.flatten(y_pred)[0])[0], tf.float64)
+        name, process_set = f"rows of step, {own.calls}", own.process_set
+        (total,) = ops.reduce_tensors([rows], op=ops.Sum, name=name, process_set=process_set)
+        parts = total / rows
+    return divided_losses.of_compile(loss, value, y_pred, parts, own.model.optimizer)
 
 
 def _warn_in_loop(loss: Any, kind: row_trials.Kind, weights: list[Any]) -> None:

@@ -109,6 +109,8 @@ def _begun(
     process_set = _process_set(model, callbacks)
     # On one rank, only a callback that restores a checkpoint needs the variables so early.
     early = any(getattr(callback, "_hvd_needs_variables", False) for callback in callbacks)
+    if process_set is not None:
+        backend.synchronize(model, model_ranks.step_set_of(model) or process_set)
     if process_set is None or (process_set.size() == 1 and not early):
         return None
     if process_set.size() > 1:

@@ -124,7 +124,9 @@ def nothing(*_: Any, **__: Any) -> Any:
     """Stand for what is done, or is there, on TensorFlow alone."""
 
 
-repeats = repeated = build_step = build_metrics = weigh_classes = validate_together = nothing
+synchronize = repeats = repeated = build_step = build_metrics = weigh_classes = (
+    validate_together
+) = nothing
 
 
 def check(model: Any) -> None:

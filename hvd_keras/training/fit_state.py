@@ -21,6 +21,9 @@ class Backend(Protocol):
     def check(self, model: Any) -> None:
         """Raise ValueError if several ranks cannot train a model."""
 
+    def synchronize(self, model: Any, process_set: ProcessSet) -> None:
+        """Let batch normalisation have the statistics of the ranks that train a model."""
+
     def prepare(self, own: "Fit", source: Any) -> None:
         """Create the variables of a model, and find the passes over its data."""
 

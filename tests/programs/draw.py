@@ -19,10 +19,10 @@ OPTIMIZERS = (
 # The values of each choice; the first one is the default.
 CHOICES: dict[str, Any] = {
     "body": "dense batchnorm layernorm embedding masked masked conv1d conv2d lstm gru",
-    "style": "functional sequential subclassed unbuilt",
+    "style": "functional sequential subclassed unbuilt nested",
     "inputs": "one tuple dict",
     "outputs": "one list dict",
-    "regularizer": [False, True],
+    "regularizer": "none kernel activity own",  # own: of activities, and no sum over the rows
     "constraint": [False, True],
     "loss": "mse huber log_cosh mae sparse probabilities categorical binary focal dice custom",
     "loss_weights": [False, True],
@@ -56,10 +56,11 @@ CHOICES: dict[str, Any] = {
     "precision": "float32 mixed_bfloat16 mixed_float16",
     "epochs": [2, 1, 3],
     "initial_epoch": [0, 1],
-    "restart": "none epoch batch fewer",  # fewer: ranks go on with an epoch
+    "restart": "none epoch batch fewer later",  # fewer: ranks go on; later: in a second fit
     "table": "plain divided",
     "normalization": [False, True],
-    "step": "keras own tape second",  # the model's own train_step, with a tape or two optimizers
+    # The model's own train_step, with a tape, two optimizers, or a mean of the losses of rows.
+    "step": "keras own tape second divides",
     "multi": [False, True],  # MultiOptimizer
     "compression": "none fp16 bf16",
     "local": [0, 2, 3],  # so many ranks, each with a layer of its own
@@ -122,7 +123,12 @@ IMPOSSIBLE: list[Rule] = [
     (
         lambda s: (
             s.mode == "xla"
-            and (s.loss in ("dice", "custom") or s.is_sequence or s.body == "embedding")
+            and (
+                s.loss in ("dice", "custom")
+                or s.regularizer in ("activity", "own")
+                or s.is_sequence
+                or s.body == "embedding"
+            )
         ),
         ["unequal"],
     ),
@@ -137,6 +143,10 @@ IMPOSSIBLE: list[Rule] = [
     (lambda s: s.multi, [f"callbacks:{c}" for c in ("plateau", "scheduler", "hvd_schedule")]),
     (lambda s: s.multi, ["then:rate", "backward_passes", "callbacks:swap_ema"]),
     (lambda s: s.step == "tape", ["backward_passes"]),
+    # Keras adds regularizers to the losses of rows, and those of half floats to none.
+    (lambda s: s.step == "divides", ["outputs", "reduction", "regularizer"]),
+    (lambda s: s.precision != "float32" and s.regularizer == "activity", ["regularizer"]),
+    (lambda s: s.step == "divides" and s.loss == "custom", ["loss"]),
     # The ranks' models differ, and each has the rows of its own layer.
     (lambda s: s.is_sequence, ["local"]),
     (lambda s: s.local, ["inputs", "outputs", "style"]),
@@ -158,9 +168,10 @@ IMPOSSIBLE: list[Rule] = [
     (lambda s: s.uneven == "share" and s.order != "kept" and s.rest in (1, 7), ["rest"]),
 ]
 EXCLUDED: list[Rule] = [
-    # hvd.data.shard, "pad": statistics of batch normalisation, metrics without weights, masked
-    # losses, other reductions, and losses that give no row its own.
+    # hvd.data.shard, "pad": statistics of batch normalisation, activity regularizers, metrics
+    # without weights, masked losses, other reductions, and losses that give no row its own.
     (lambda s: s.pads, ["reduction"]),
+    (lambda s: s.pads and s.regularizer in ("activity", "own"), ["regularizer"]),
     (lambda s: s.pads and s.loss in ("dice", "custom"), ["loss"]),
     (lambda s: s.pads and (s.body == "batchnorm" or s.is_sequence), ["body"]),
     (lambda s: s.pads and s.metrics in ("metrics", "both"), ["metrics"]),
@@ -188,12 +199,20 @@ EXCLUDED: list[Rule] = [
     (lambda s: not s.average, [f"callbacks:{c}" for c in [*DECIDERS, "csv"]]),
     # docs/checkpoints.md: a program that stops in the second epoch.
     (lambda s: s.epochs < 2, ["restart"]),
-    (lambda s: s.at_once > 1 and s.restart == "batch", ["restart"]),
+    (lambda s: s.at_once > 1 and s.restart in ("batch", "later"), ["restart"]),
     (lambda s: s.restart != "none", ["initial_epoch"]),
     # An exception may come before all ranks have written their parts: an epoch is logged twice.
     (lambda s: s.restart in ("epoch", "fewer") and s.is_divided, ["callbacks:csv"]),
-    # A tape cannot see that the loss is a sum, and says so.
+    # A tape cannot see that the loss is a sum, nor how many rows a regularizer has, and says so.
     (lambda s: s.step == "tape", ["reduction"]),
+    (
+        lambda s: (
+            s.step == "tape"
+            and s.regularizer in ("activity", "own")
+            and (s.unequal or s.data == "agree")
+        ),
+        ["regularizer"],
+    ),
     # The same: data of one's own that repeat begin with that epoch only if they skip the others.
     (lambda s: s.data == "agree", ["restart"]),
     # Checkpoint warns: where a generator is cannot be saved, so repeated data begin anew.

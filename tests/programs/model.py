@@ -23,6 +23,13 @@ def custom(y: Any, predicted: Any) -> Any:
     return keras.ops.sqrt(keras.ops.mean(error**2) + 0.01)
 
 
+@keras.saving.register_keras_serializable("programs")
+def spread(activities: Any) -> Any:
+    """A regularizer of the activities of all rows, which Keras divides by their number."""
+    rows = keras.ops.cast(keras.ops.shape(activities)[0], "float32")
+    return 0.1 * rows * keras.ops.sqrt(keras.ops.mean(keras.ops.cast(activities, "float32") ** 2))
+
+
 LOGITS = {"from_logits": True}
 LOSSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "mse": (keras.losses.MeanSquaredError, {}),
@@ -79,8 +86,11 @@ def _layers(
 
     of = keras.layers
     decay: dict[str, Any] = {}
-    if spec.regularizer:
+    if spec.regularizer == "kernel":
         decay["kernel_regularizer"] = keras.regularizers.L2(0.01)
+    elif spec.regularizer != "none":
+        of_sum = keras.regularizers.L2(0.02)
+        decay["activity_regularizer"] = of_sum if spec.regularizer == "activity" else spread
     if spec.constraint:
         decay["kernel_constraint"] = keras.constraints.MaxNorm(0.9)
     if spec.normalization:
@@ -131,9 +141,15 @@ def _wire(spec: View, layers: dict[str, Any], x: Any) -> Any:
     side = None
     if spec.inputs != "one":
         x, side = x if spec.inputs == "tuple" else (x["main"], x["side"])
-    for name, layer in layers.items():
-        if name not in ("beside", "a", "b") and "own" not in name:
-            x = layer(x)
+    inner = [
+        layer
+        for name, layer in layers.items()
+        if name not in ("beside", "a", "b") and "own" not in name
+    ]
+    if spec.style == "nested":
+        inner = [keras.Sequential([keras.Input(x.shape[1:], dtype=x.dtype), *inner], name="inner")]
+    for layer in inner:
+        x = layer(x)
     if spec.local:
         own = [layer for name, layer in layers.items() if "own" in name]
         x = keras.ops.concatenate(
@@ -171,12 +187,14 @@ class Stepping:
 
     tape: Callable[[Any], Any] = staticmethod(lambda tape: tape)  # changes a tape
     second: Any = None  # the optimizer of the last layer
+    divides = False  # compile's losses of rows
 
     def train_step(self: Any, data: Any) -> Any:
         x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
         with tf.GradientTape(persistent=True) as tape:
             predicted = self(x, training=True)
             loss = self.compute_loss(x, y, predicted, weights, training=True)
+            loss = tf.reduce_mean(loss) if self.divides else loss
             scaled = self.optimizer.scale_loss(loss)
         tape, last = self.tape(tape), []
         if self.second is not None:
@@ -305,6 +323,7 @@ def prepare(model: Any, spec: View, side: Side) -> None:
     """Gives a step of its own what it needs."""
     if spec.step == "tape" and side.hvd:
         model.tape = functools.partial(_distributed, model=model, spec=spec, side=side)
+    model.divides = spec.step == "divides"
     if spec.step == "second":
         second = keras.optimizers.SGD(0.05, momentum=0.5, name="second")
         model.second = _distributed(second, model, spec, side) if side.hvd else second
@@ -321,7 +340,7 @@ def compiled(model: Any, spec: View, side: Side, noise: float = 0.0) -> Any:
         if spec.loss == "custom":
             return custom
         cls, options = LOSSES[spec.loss]
-        return cls(reduction=spec.reduction, **options)
+        return cls(reduction="none" if spec.step == "divides" else spec.reduction, **options)
 
     def metrics() -> list[Any]:
         if spec.loss in ("sparse", "probabilities"):

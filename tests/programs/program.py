@@ -18,6 +18,7 @@ import pathlib
 import sys
 import traceback
 import zipfile
+from collections.abc import Sequence
 from typing import Any
 
 import h5py
@@ -40,7 +41,7 @@ def stopping(where: str) -> Any:
 
     def begin(epoch: int, logs: Any) -> None:
         epochs.append(epoch)
-        if where == "epoch" and len(epochs) == 2:
+        if where in ("epoch", "fewer") and len(epochs) == 2:
             raise StopError
 
     def batch(number: int, logs: Any) -> None:
@@ -72,8 +73,7 @@ class Program:
         keras.config.set_dtype_policy(self.spec.precision)
         self.begin()
         if self.spec.restart == "none" or not self.hvd:
-            epochs = {"epochs": self.spec.epochs, "initial_epoch": self.spec.initial_epoch}
-            self.fit(self.given, **epochs)
+            self.fits(initial_epoch=self.spec.initial_epoch)
         else:
             self.restart()
             if not self.side.process_set.included():
@@ -145,13 +145,22 @@ class Program:
         options = {"batch_size": self.spec.batch, **options} if len(data) > 1 else options
         return np.asarray(self.model.evaluate(*data, verbose=0, **options))
 
-    def fit(self, given: dict[str, Any], *more: Any, **arguments: Any) -> None:
-        """Trains, and writes down what came of it."""
-        spec = self.spec
-        if spec.weights == "class":
+    def fits(self, *checkpoint: Any, stop: Sequence[Any] = (), **arguments: Any) -> None:
+        """Trains as the spec says; if that is to stop in a later fit, after another one."""
+        if self.spec.restart == "later":
+            self.history(self.other.fit(), *checkpoint, epochs=1)
+        self.fit(self.given, *checkpoint, *stop, epochs=self.spec.epochs, **arguments)
+
+    def history(self, given: dict[str, Any], *more: Any, **arguments: Any) -> Any:
+        """Trains, and returns what Keras has logged."""
+        if self.spec.weights == "class":
             arguments["class_weight"] = {0: 0.5, 1: 2.0, 2: 1.0}
         arguments |= {"callbacks": [*self.callbacks(), *more], "verbose": 0}
-        history = self.model.fit(**given, **arguments, **self.validation.validation()).history
+        return self.model.fit(**given, **arguments, **self.validation.validation()).history
+
+    def fit(self, given: dict[str, Any], *more: Any, **arguments: Any) -> None:
+        """Trains, and writes down what came of it."""
+        spec, history = self.spec, self.history(given, *more, **arguments)
         for key, values in history.items():
             in_first = not key.startswith("val_") or spec.validation_freq == 1
             # That of a fit that goes on after a restart begins with the second epoch, or the first:
@@ -200,7 +209,8 @@ class Program:
 
     def restart(self) -> None:
         """Breaks off, and goes on with all new; "fewer": without the last rank."""
-        every = 1 if self.spec.restart == "batch" else "epoch"
+        where = self.spec.restart
+        every = 1 if where in ("batch", "later") else "epoch"
         of_all = self.side.process_set
 
         def checkpoint() -> Any:
@@ -208,16 +218,15 @@ class Program:
             return self.hvd.callbacks.Checkpoint(folder, save_freq=every, **self.side.options)
 
         with contextlib.suppress(StopError):
-            stop = stopping("batch" if self.spec.restart == "batch" else "epoch")
-            self.fit(self.given, checkpoint(), stop, epochs=self.spec.epochs)
+            self.fits(checkpoint(), stop=[stopping(where)])
         keras.backend.clear_session()  # which names variables anew, as a new process does
-        if self.spec.restart == "fewer":
+        if where == "fewer":
             self.side = of_ranks(tuple(range(of_all.size() - 1)))
             if not self.side.process_set.included():
                 self.seen.clear()
                 return
         self.begin()
-        self.fit(self.given, checkpoint(), epochs=self.spec.epochs)
+        self.fits(checkpoint())
 
     def then_fit(self) -> None:
         self.fit(self.given, epochs=1)
