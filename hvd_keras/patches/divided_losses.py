@@ -35,19 +35,19 @@ def of_step(loss: Any, value: Any, rows: Any) -> Any:
     return tf.custom_gradient(lambda value: (tf.identity(value), gradient))(value)
 
 
-def of_compile(loss: Any, value: Any, y_pred: Any, parts: Any, optimizer: Any) -> Any:
+def of_compile(loss: Any, value: Any, y_pred: Any, own: Any) -> Any:
     """A sum of ``compile``, which is times the number of ranks, or the losses of rows.
 
     If a step of one's own divides it by the number of this rank's rows, so does its gradient: that
-    is then a mean, and those of the ranks are averaged. ``parts``: how many times this rank's rows
-    all ranks have.
+    is then a mean, and those of the ranks are averaged. ``own``: the ``losses.Weighing``.
     """
+    total = own.process_set.size() / own.parts if own.is_in_total else 1.0
     first: Any = next(iter(tf.nest.flatten(y_pred)), None)
     rows = first.shape[0] if getattr(first, "shape", None) else None
     mine = {None, rows, value.shape.num_elements() if value.shape.rank else None}
 
     def gradient(upstream: Any) -> Any:
-        divisors = set(_divisors(upstream, optimizer))
+        divisors = set(_divisors(upstream, own.model.optimizer, total))
         if divisors & mine:
             if getattr(loss, "reduction", None) == "sum":
                 missing_calls.warn_if_averaged(
@@ -55,7 +55,7 @@ def of_compile(loss: Any, value: Any, y_pred: Any, parts: Any, optimizer: Any) -
                     "of this rank's rows. What it logs of that is too large, by the number of "
                     "ranks; the gradients are right."
                 )
-            return upstream / tf.cast(parts, upstream.dtype)
+            return upstream / tf.cast(own.parts, upstream.dtype)
         if rows is None and (large := [one for one in divisors if one and one > _FEW]):
             missing_calls.warn_if_averaged(
                 "a train_step or compute_loss divides the loss of compile, which adds up rows, by "
@@ -73,13 +73,14 @@ _SIZES = {"Shape", "ShapeN", "Size"}
 _DATA = {"Placeholder", "IteratorGetNext", "OptionalGetValue"}
 
 
-def _divisors(upstream: Any, optimizer: Any) -> Iterator[float | None]:
+def _divisors(upstream: Any, optimizer: Any, total: Any) -> Iterator[float | None]:
     """Yield numbers by which a loss was divided, of which this is the gradient.
 
-    None stands for one that a graph computes of this rank's rows.
+    None stands for one that a graph computes of this rank's rows. ``total``: by what the sum of all
+    losses is weighed.
     """
     if hasattr(upstream, "numpy"):  # perhaps scaled by the optimizer
-        largest = float(np.abs(upstream).max(initial=0))
+        largest = float(np.abs(upstream / tf.cast(total, upstream.dtype)).max(initial=0))
         scale = float(optimizer.scale_loss(1.0)) if hasattr(optimizer, "scale_loss") else 1.0
         yield from (round(one / largest, 3) for one in {1.0, scale} if 0 < largest < one)
         return

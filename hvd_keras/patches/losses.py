@@ -4,11 +4,11 @@ Most losses are means over the rows of a batch, and the mean of the ranks' means
 rows. Keras divides a masked loss by the number of valid entries, though, and one with
 ``reduction="mean_with_sample_weight"`` by the sum of the weights: numbers that differ by rank. The
 loss of all ranks is sum(n_r * loss_r) / sum(n_r), so each rank's is multiplied by
-N * n_r / sum(n_r). Losses that are summed are multiplied by N, unless a train_step of one's own
-calls them, to divide the sum itself. Those that are neither a mean nor a sum over the rows get the
-rows of all ranks, as do functions that are metrics of Keras 3. Validation does alike if all ranks
-validate together and average their metrics. A custom loop gets a warning, and its losses are not
-weighed.
+N * n_r / sum(n_r); if the ranks' batches may differ in size, so is what ``compute_loss`` returns.
+Losses that are summed are multiplied by N, unless a train_step of one's own calls them, to divide
+the sum itself. Those that are neither a mean nor a sum over the rows get the rows of all ranks, as
+do functions that are metrics of Keras 3. Validation does alike if all ranks validate together and
+average their metrics. A custom loop gets a warning, and its losses are not weighed.
 """
 
 import contextlib
@@ -53,6 +53,14 @@ class Weighing:
     logs_outputs: bool = False  # Keras logs the loss of each output, too
     # What that is multiplied by if each step counts alike in it; 0 if each row does.
     by_steps: Any = None
+    parts: Any = None  # how many times the rows of this rank all ranks have, in this step
+    is_in_total: bool = False  # compute_loss runs, whose result counts by rows
+    has_total: bool = False  # it has run
+
+    @property
+    def trains_mean(self) -> bool:
+        """Whether this is a step of training whose gradients are averaged."""
+        return self.averages and self.is_together is None
 
     def together(self, of_all: Callable[[], Any], alone: Callable[[], Any]) -> Any:
         """Compute with all ranks; in a validation of one rank alone."""
@@ -109,8 +117,8 @@ def weighed(
             stack.callback(missing_calls.unaveraged.clear)
             for layer in model._flatten_layers() if averages and not is_legacy else ():
                 local = getattr(layer, "activity_regularizer", None)
-                is_mean_of_rows = _is_sum(local) and not _sums_activities()
-                if local is not None and not (is_mean_of_rows and not counts):
+                is_mean = row_trials.is_sum(local) and not row_trials.sums_activities()
+                if local is not None and not is_mean:
                     of_all = functools.partial(_of_all_rows, own, local)
                     stack.enter_context(replaced(layer, "activity_regularizer", of_all))
             if (of_compile := getattr(model, "_compile_loss", None)) is not None:
@@ -119,6 +127,11 @@ def weighed(
             if (of_compile := getattr(model, "_compile_metrics", None)) is not None:
                 alone = functools.partial(_update_compiled, of_compile, of_compile.update_state)
                 stack.enter_context(replaced(of_compile, "update_state", alone))
+            own.parts = process_set.size()
+            if counts and not agree.is_building.get():
+                own.parts = _parts(own)
+                of_all = functools.partial(_compute_loss, own, model.compute_loss)
+                stack.enter_context(replaced(model, "compute_loss", of_all))
             _leave_unweighed(stack, model.metrics)
             stack.enter_context(_converted())
             result = one_step(*args, **kwargs)
@@ -127,6 +140,31 @@ def weighed(
         return result
 
     return replaced(model, method, step)
+
+
+def _parts(own: Weighing) -> Any:
+    """Of how many times the rows of this rank a step of all ranks is, float64; alike on average."""
+    data = next(one for one in tf.nest.flatten(own.data) if one is not None)
+    rows = data.nrows() if isinstance(data, tf.RaggedTensor) else tf.shape(data)[0]
+    mine = tf.cast(rows, tf.float64)
+    call = functools.partial(ops.reduce_tensors, op=ops.Sum, process_set=own.process_set)
+    return call([mine], name="rows of a step")[0] / mine
+
+
+def _compute_loss(own: Weighing, compute_loss: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let all that a model adds up as its loss count by rows, as on one process."""
+    with replaced(own, "is_in_total", True):
+        value = compute_loss(*args, **kwargs)
+    own.has_total = True
+
+    def by_rows(part: Any) -> Any:
+        if not getattr(getattr(part, "dtype", None), "is_floating", False):
+            return part
+        return _with_gradient_of(
+            tf.cast(own.process_set.size() / own.parts, part.dtype) * part, part
+        )
+
+    return tf.nest.map_structure(by_rows, value)  # one's own may return several
 
 
 def _converted() -> AbstractContextManager[None]:
@@ -177,8 +215,9 @@ def _of_compile(own: Weighing, of_compile: Any, call: Any, *args: Any, **kwargs:
     given = args[2] if len(args) > 2 else kwargs.get("sample_weight")
     computed = own.is_own and all(given is not part for part in (None, *tf.nest.flatten(own.data)))
     add_up = [getattr(loss, "reduction", None) in _SUMS for loss in every]
-    if own.is_own and every and all(add_up) and not own.has_rows_of_all:
-        value = _divided_by_rows(own, every[0], value, args[1] if len(args) > 1 else None)
+    if own.trains_mean and own.is_own and every and all(add_up) and not own.has_rows_of_all:
+        y_pred = args[1] if len(args) > 1 else None
+        value = divided_losses.of_compile(every[0], value, y_pred, own)
     if computed and any(add_up):
         missing_calls.warn_if_averaged(
             "a train_step or compute_loss weighs the rows of a loss that adds them up over the "
@@ -196,12 +235,8 @@ def _of_compile(own: Weighing, of_compile: Any, call: Any, *args: Any, **kwargs:
 
 
 def _tell_what_counts_by_rank(own: Weighing) -> None:
-    added = any(
-        getattr(layer, "_losses", ())
-        for layer in own.model._flatten_layers()
-        if not (own.averages and getattr(layer, "activity_regularizer", None) is not None)
-    )
-    if not own.calls or added:
+    added = any(getattr(layer, "_losses", ()) for layer in own.model._flatten_layers())
+    if not own.has_total and (not own.calls or added):
         what = "add_loss or an activity regularizer" if own.calls else "no keras.losses.Loss"
         missing_calls.tell(
             f"the ranks may have batches of different sizes, and this model trains with {what}: "
@@ -210,45 +245,27 @@ def _tell_what_counts_by_rank(own: Weighing) -> None:
         )
 
 
-@functools.cache
-def _sums_activities() -> bool:
-    """Whether Keras adds up activity regularizers over the rows, as older versions do."""
-    if is_legacy:
-        return False
-    with tf.init_scope():
-        layer = keras.layers.ActivityRegularization(l1=1.0, name="hvd_keras", dtype="float32")
-        layer(tf.ones([2, 1]))
-        return float(sum(layer.losses)) > 1.5
-
-
-def _is_sum(regularizer: Any) -> bool:
-    """Whether a regularizer is one of Keras's that add up rows."""
-    known = keras.regularizers
-    return type(regularizer) in (known.L1, known.L2, known.L1L2)
-
-
 def _of_all_rows(own: Weighing, regularizer: Any, output: Any) -> Any:
     """A regularizer of all ranks' activities, which Keras divides by this rank's rows."""
     size = own.process_set.size()
-    tried = types.SimpleNamespace(fn=regularizer, call=lambda _, rows: regularizer(rows))
-    kind = "sum" if _is_sum(regularizer) else row_trials.kind_of(tried, output, output)
+    kind = row_trials.kind_of_regularizer(regularizer, output)
     if kind == "failed":
         missing_calls.warn_if_averaged(
             f"the activity regularizer {regularizer} cannot be tried on random rows, so it is "
             "taken for a sum over the rows of a batch."
         )
-    adds_up = _sums_activities()
-    if kind != "whole" and not (own.counts_rows and (kind == "mean" or not adds_up)):
+    adds_up = row_trials.sums_activities()
+    if kind != "whole":
         value = regularizer(output)
-        factor = 1 / size if kind == "mean" else 1  # a mean that Keras divides by this rank's rows
-        return own.together(lambda: value * factor * (size if adds_up else 1), lambda: value)
+        # A mean that Keras divides by this rank's rows; and a sum that it does not divide.
+        factor = (1 / own.parts if kind == "mean" else 1) * (own.parts if adds_up else 1)
+        return own.together(lambda: value * tf.cast(factor, value.dtype), lambda: value)
     own.regularizers += 1
     name = f"regularizer {own.regularizers}"
 
     def of_all() -> Any:
-        every = _gather(output, name, own.process_set)
-        value, rows = regularizer(every), (tf.shape(part)[0] for part in (output, every))
-        return value if adds_up else value * tf.cast(tf.divide(*rows), value.dtype)
+        value = regularizer(_gather(output, name, own.process_set))
+        return value if adds_up else value / tf.cast(size, value.dtype)
 
     return own.together(of_all, lambda: regularizer(output))
 
@@ -289,8 +306,9 @@ def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
         if is_compiled:
             origin.has_compiled_loss.set(True)
             has_weights = any(map(bool, tf.nest.flatten(own.model.compiled_loss._loss_weights)))
-            if own.is_own and getattr(loss, "reduction", None) in _SUMS and not has_weights:
-                value = _divided_by_rows(own, loss, value, y_pred)
+            adds_up = getattr(loss, "reduction", None) in _SUMS and not has_weights
+            if own.trains_mean and own.is_own and adds_up:
+                value = divided_losses.of_compile(loss, value, y_pred, own)
         return value
     # Any function of the rows of the batch: each rank computes it of all.
     name = f"loss {own.calls}, {specs.common_path(name_of(loss))}"
@@ -310,19 +328,6 @@ def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
             return loss_call(loss, *arguments)
 
     return own.together(of_all, alone)
-
-
-def _divided_by_rows(own: Weighing, loss: Any, value: Any, y_pred: Any) -> Any:
-    """What ``compile``'s losses give a step of one's own, which may divide it itself."""
-    if not own.averages or own.is_together is not None:
-        return value
-    parts: Any = own.process_set.size()
-    if own.counts_rows:  # of which the step divides by its own
-        rows = tf.cast(tf.shape(tf.nest.flatten(y_pred)[0])[0], tf.float64)
-        name, process_set = f"rows of step, {own.calls}", own.process_set
-        (total,) = ops.reduce_tensors([rows], op=ops.Sum, name=name, process_set=process_set)
-        parts = total / rows
-    return divided_losses.of_compile(loss, value, y_pred, parts, own.model.optimizer)
 
 
 def _warn_in_loop(loss: Any, kind: row_trials.Kind, weights: list[Any]) -> None:
@@ -359,12 +364,15 @@ def _weigh(
             "gradients over the ranks, so they are smaller than those of one process. Use "
             "op=hvd.Sum, or another reduction."
         )
-    if reduction in (None, "none") and own.averages and own.is_together is None:
+    if reduction in (None, "none") and own.trains_mean:
         # The gradient of a vector is that of its sum; the vector itself is logged.
-        return _with_gradient_of(size * value, value)
+        scale = tf.cast(own.parts, value.dtype) if own.is_in_total else size
+        return _with_gradient_of(scale * value, value)
     is_sum = reduction == "sum"
-    if is_sum and not own.averages:
-        return value
+    if is_sum and not own.averages and own.is_together is None:
+        # The sum of all ranks is logged; the total of the step is weighed as a mean.
+        parts = tf.cast(own.parts, value.dtype)
+        return _with_gradient_of(value * parts / size if own.is_in_total else value, parts * value)
     if is_sum and own.is_together is None and not own.counts_rows:
         return size * value  # the mean over N ranks of N times each rank's sum is the sum of all
     counts = own.is_together is not None or own.counts_rows
@@ -396,7 +404,7 @@ def _weigh(
     own.by_steps = by_steps if counts else None
     entries = tf.ones_like(entries) if is_sum else entries  # it is divided by none
     logged = tf.cast(tf.math.divide_no_nan(entries, of_rows), value.dtype) * value
-    if not own.counts_rows:
+    if not own.counts_rows or own.is_in_total:
         return logged
     return _with_gradient_of(size * tf.cast(entries, value.dtype) * value, logged)
 

@@ -5,6 +5,8 @@ not tell. So losses and models are tried on random rows, outside of the training
 """
 
 import contextlib
+import functools
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -66,6 +68,27 @@ def kind_of(loss: Any, y_true: Any, y_pred: Any) -> Kind:
     if is_kept:
         _kinds[key] = kind
     return kind
+
+
+def kind_of_regularizer(regularizer: Any, output: Any) -> Kind:
+    """How a regularizer of activities treats the rows of a batch."""
+    tried = types.SimpleNamespace(fn=regularizer, call=lambda _, rows: regularizer(rows))
+    return "sum" if is_sum(regularizer) else kind_of(tried, output, output)
+
+
+def is_sum(regularizer: Any) -> bool:
+    """Whether a regularizer is one of Keras's that add up rows."""
+    known = keras.regularizers
+    return type(regularizer) in (known.L1, known.L2, known.L1L2)
+
+
+@functools.cache
+def sums_activities() -> bool:
+    """Whether Keras 3 adds up activity regularizers over the rows, as older versions do."""
+    with tf.init_scope():
+        layer = keras.layers.ActivityRegularization(l1=1.0, name="hvd_keras", dtype="float32")
+        layer(tf.ones([2, 1]))
+        return float(sum(layer.losses)) > 1.5
 
 
 def is_of_keras(function: Any) -> bool:

@@ -29,7 +29,7 @@ CHOICES: dict[str, Any] = {
     "reduction": "sum_over_batch_size sum mean_with_sample_weight",
     "flat": [False, True],  # targets of one dimension
     "weights": "none sample class",
-    "metrics": "none metrics weighted both",
+    "metrics": "none metrics weighted both whole",  # whole: of all rows, not of each
     "data": "arrays rows batches regrouped generator pydataset tfrecord frame local agree",
     "order": "kept hvd own",  # hvd.data.shard or the dataset itself shuffles
     "change": "none map prefetch cache",
@@ -59,8 +59,10 @@ CHOICES: dict[str, Any] = {
     "restart": "none epoch batch fewer later",  # fewer: ranks go on; later: in a second fit
     "table": "plain divided",
     "normalization": [False, True],
-    # The model's own train_step, with a tape, two optimizers, or a mean of the losses of rows.
-    "step": "keras own tape second divides",
+    # The model's own train_step, with a tape, two optimizers, or a mean of the losses of rows; or
+    # its own compute_loss.
+    "step": "keras own tape second divides adds",
+    "op": "mean sum",  # of the ranks' gradients
     "multi": [False, True],  # MultiOptimizer
     "compression": "none fp16 bf16",
     "local": [0, 2, 3],  # so many ranks, each with a layer of its own
@@ -111,6 +113,9 @@ IMPOSSIBLE: list[Rule] = [
     (lambda s: s.epochs <= s.initial_epoch, ["initial_epoch"]),
     (lambda s: s.validation == "none", ["validation_freq", "validation_steps"]),
     (lambda s: s.validation in ("arrays", "local"), ["validation_steps"]),
+    (lambda s: s.reduction != "sum" or s.step != "keras" or s.regularizer != "none", ["op"]),
+    # scale_local_gradients divides, and gradient_predivide_factor is for an average.
+    (lambda s: s.local or s.distributed == "gradient_predivide_factor", ["op"]),
     # A schedule cannot be set; only one callback may set a rate.
     (lambda s: s.schedule, [f"callbacks:{c}" for c in ("plateau", "scheduler", "hvd_schedule")]),
     (lambda s: s.schedule, ["then:rate"]),
@@ -125,7 +130,7 @@ IMPOSSIBLE: list[Rule] = [
             s.mode == "xla"
             and (
                 s.loss in ("dice", "custom")
-                or s.regularizer in ("activity", "own")
+                or s.regularizer == "own"
                 or s.is_sequence
                 or s.body == "embedding"
             )
@@ -145,10 +150,14 @@ IMPOSSIBLE: list[Rule] = [
     (lambda s: s.step == "tape", ["backward_passes"]),
     # Keras adds regularizers to the losses of rows, and those of half floats to none.
     (lambda s: s.step == "divides", ["outputs", "reduction", "regularizer"]),
+    (lambda s: s.step == "adds", ["reduction"]),
+    (lambda s: s.is_sequence and s.metrics == "whole", ["metrics"]),
     (lambda s: s.precision != "float32" and s.regularizer == "activity", ["regularizer"]),
     (lambda s: s.step == "divides" and s.loss == "custom", ["loss"]),
     # The ranks' models differ, and each has the rows of its own layer.
     (lambda s: s.is_sequence, ["local"]),
+    # Keras pairs the averages of all variables with those that it applies gradients to.
+    (lambda s: s.local and s.step == "second" and s.option == "ema_overwrites", ["option"]),
     (lambda s: s.local, ["inputs", "outputs", "style"]),
     (lambda s: s.local and s.data == "local", ["data"]),
     (lambda s: s.local and s.validation != "local", ["validation"]),
@@ -168,13 +177,15 @@ IMPOSSIBLE: list[Rule] = [
     (lambda s: s.uneven == "share" and s.order != "kept" and s.rest in (1, 7), ["rest"]),
 ]
 EXCLUDED: list[Rule] = [
-    # hvd.data.shard, "pad": statistics of batch normalisation, activity regularizers, metrics
-    # without weights, masked losses, other reductions, and losses that give no row its own.
+    # hvd.data.shard, "pad": statistics of batch normalisation, activity regularizers and what a
+    # model adds to its loss, metrics without weights, masked losses, other reductions, and losses
+    # that give no row its own.
     (lambda s: s.pads, ["reduction"]),
     (lambda s: s.pads and s.regularizer in ("activity", "own"), ["regularizer"]),
+    (lambda s: s.pads and s.step == "adds", ["step"]),
     (lambda s: s.pads and s.loss in ("dice", "custom"), ["loss"]),
     (lambda s: s.pads and (s.body == "batchnorm" or s.is_sequence), ["body"]),
-    (lambda s: s.pads and s.metrics in ("metrics", "both"), ["metrics"]),
+    (lambda s: s.pads and s.metrics in ("metrics", "both", "whole"), ["metrics"]),
     # The same, ``evaluation``: for the mean over the whole pass. For each of several outputs, Keras
     # takes the mean of the batches' losses, of however many rows.
     (lambda s: s.validation == "padded", ["validation_steps", "outputs"]),

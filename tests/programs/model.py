@@ -30,6 +30,12 @@ def spread(activities: Any) -> Any:
     return 0.1 * rows * keras.ops.sqrt(keras.ops.mean(keras.ops.cast(activities, "float32") ** 2))
 
 
+@keras.saving.register_keras_serializable("programs")
+def largest(y: Any, predicted: Any) -> Any:
+    """A metric of all rows."""
+    return keras.ops.max(keras.ops.cast(predicted, "float32"))
+
+
 LOGITS = {"from_logits": True}
 LOSSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "mse": (keras.losses.MeanSquaredError, {}),
@@ -182,6 +188,14 @@ class Net(keras.Model):
         return {**super().get_config(), **self.arguments}
 
 
+class Adding:
+    """Adds to the losses of ``compile``."""
+
+    def compute_loss(self: Any, x: Any, y: Any, y_pred: Any, *more: Any, **others: Any) -> Any:
+        added = [tf.reduce_mean(tf.cast(one, "float32") ** 2) for one in tf.nest.flatten(y_pred)]
+        return super().compute_loss(x, y, y_pred, *more, **others) + 0.3 * sum(added)
+
+
 class Stepping:
     """Trains by a step of its own."""
 
@@ -212,6 +226,21 @@ register = keras.saving.register_keras_serializable("programs")
 
 
 @register
+class AddingModel(Adding, keras.Model):
+    """A functional model."""
+
+
+@register
+class AddingSequential(Adding, keras.Sequential):
+    """A sequential model."""
+
+
+@register
+class AddingNet(Adding, Net):
+    """A subclassed model."""
+
+
+@register
 class SteppingModel(Stepping, keras.Model):
     """A functional model."""
 
@@ -228,25 +257,26 @@ class SteppingNet(Stepping, Net):
 
 def build(spec: View, number: int, noise: float, side: Side) -> Any:
     """A new model; ``number`` decides about its weights, which ``noise`` changes."""
-    has_step = spec.step != "keras"
+    kinds = {"keras": (keras.Model, keras.Sequential, Net)}
+    kinds["adds"] = (AddingModel, AddingSequential, AddingNet)
+    functional, sequential, subclassed = kinds.get(
+        spec.step, (SteppingModel, SteppingSequential, SteppingNet)
+    )
     divided = side.process_set.id() if spec.is_divided and side.hvd else None
     if spec.style == "subclassed":
         own = [*range(spec.local)] if side.rank is None else [side.rank] * bool(spec.local)
-        cls = SteppingNet if has_step else Net
-        return cls(spec.spec, number, noise=noise, divided=divided, own=own, name="net")
+        return subclassed(spec.spec, number, noise=noise, divided=divided, own=own, name="net")
     layers = _layers(spec, number, noise, divided)
     integers = "int32" if spec.has_table else None
     shape = (LENGTH,) if spec.has_table else SHAPES.get(spec.body, (5,))
     if spec.style in ("sequential", "unbuilt"):
         first = [keras.Input(shape, dtype=integers)] if spec.style == "sequential" else []
-        cls = SteppingSequential if has_step else keras.Sequential
-        return cls([*first, *layers.values()], name="net")
+        return sequential([*first, *layers.values()], name="net")
     x = keras.Input(shape, dtype=integers, name="main")
     if spec.inputs != "one":
         beside = keras.Input((SIDE,), name="side")
         x = (x, beside) if spec.inputs == "tuple" else {"main": x, "side": beside}
-    cls = SteppingModel if has_step else keras.Model
-    return cls(x, _wire(spec, layers, x), name="net")
+    return functional(x, _wire(spec, layers, x), name="net")
 
 
 def own_layers(model: Any) -> list[Any]:
@@ -277,6 +307,8 @@ def _distributed(made: Any, model: Any, spec: View, side: Side, **chosen: Any) -
     """An optimizer, or the tape of a step, that averages gradients."""
     if spec.distributed != "plain":
         chosen[spec.distributed] = VALUES.get(spec.distributed, True)
+    if spec.op == "sum":
+        chosen["op"] = side.hvd.Sum
     if spec.compression != "none":
         chosen["compression"] = getattr(side.hvd.Compression, spec.compression)
     kind = "Optimizer" if hasattr(made, "apply") else "GradientTape"
@@ -343,6 +375,8 @@ def compiled(model: Any, spec: View, side: Side, noise: float = 0.0) -> Any:
         return cls(reduction="none" if spec.step == "divides" else spec.reduction, **options)
 
     def metrics() -> list[Any]:
+        if spec.metrics == "whole":
+            return [largest]
         if spec.loss in ("sparse", "probabilities"):
             return ["sparse_categorical_accuracy"]
         if spec.loss == "categorical":
@@ -354,7 +388,7 @@ def compiled(model: Any, spec: View, side: Side, noise: float = 0.0) -> Any:
         _optimizer(model, spec, side, noise),
         each(loss),
         loss_weights=each(lambda: next(shares)) if spec.loss_weights else None,
-        metrics=each(metrics) if spec.metrics in ("metrics", "both") else None,
+        metrics=each(metrics) if spec.metrics in ("metrics", "both", "whole") else None,
         weighted_metrics=each(metrics) if spec.metrics in ("weighted", "both") else None,
         steps_per_execution=spec.at_once,
         run_eagerly=spec.mode == "eager",

@@ -93,9 +93,10 @@ def shard(
             were counted or declared.
 
     The weights of "pad" do not affect ``metrics`` (use ``weighted_metrics``), the statistics of
-    batch normalisation, activity regularizers, the numbers by which masked losses are divided, and
-    losses whose reduction is not Keras's default "sum_over_batch_size". For sequences, Keras needs
-    a dimension more: ``.map(lambda x, y, weight: (x, y, weight[:, tf.newaxis]))``.
+    batch normalisation, activity regularizers, what a ``compute_loss`` of one's own adds, the
+    numbers by which masked losses are divided, and losses whose reduction is not Keras's default
+    "sum_over_batch_size". For sequences, Keras needs a dimension more:
+    ``.map(lambda x, y, weight: (x, y, weight[:, tf.newaxis]))``.
     ``class_weight`` of ``fit`` multiplies them; with weights of your own, Keras refuses it.
 
     Example:
