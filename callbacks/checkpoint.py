@@ -58,9 +58,9 @@ class Checkpoint(Callback):  # type: ignore[misc]
         process_set: the ranks that train the model; the first of them reads and writes.
 
     Raises:
-        ValueError: an argument is impossible, or tf_keras is in use. In ``fit``, on every rank: the
-            model has no variables and its step cannot be traced to create them; the checkpoint
-            belongs to another model; or the ranks' arguments differ.
+        ValueError: an argument is impossible, or tf_keras is in use. In ``fit``, on every rank: it
+            got several such callbacks; the model has no variables and its step cannot be traced to
+            create them; the checkpoint belongs to another model; or the ranks' arguments differ.
         RuntimeError: (in ``fit``, on every rank) all existing checkpoints are damaged.
         OSError: (in ``fit``, on every rank, at the next save or the end at the latest) a checkpoint
             cannot be written, for example because the disk is full. Earlier ones remain.
@@ -133,6 +133,11 @@ class Checkpoint(Callback):  # type: ignore[misc]
             raise ValueError(
                 "Checkpoint: this rank trains the model alone (hvd.local_fit), and expected "
                 f"{self._hvd_process_set}. Use keras.callbacks.BackupAndRestore there."
+            )
+        if sum(isinstance(callback, Checkpoint) for callback in fit.callbacks) > 1:
+            raise ValueError(
+                "fit got several hvd.callbacks.Checkpoint, and expected one: each would restore "
+                "its own state. save_freq says when one saves, and keep how many files it keeps."
             )
         self._check(fit.process_set)
         # In case an earlier fit broke off.

@@ -49,6 +49,7 @@ class ObjectState:
         self._number = next(_numbers)
         self._reset_callbacks: list[Callable[[], None]] = []
         self._commits = 0
+        self._has_run = False  # by ``run``, in this process
         for name, value in attributes.items():
             setattr(self, name, value)
         self.save()
@@ -96,7 +97,7 @@ class ObjectState:
         storage.prune(path, _KEPT)
 
     def check_host_updates(self) -> None:
-        """Do nothing: hosts that were added are used by the next restart."""
+        """Do nothing: the next restart uses hosts that were added, up to hvdrun's --max-np."""
 
     def values(self) -> list[Any]:
         """This rank's values of what is more than attributes."""
@@ -244,8 +245,8 @@ KerasState = TensorFlowKerasState
 def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
     """Decorate a function of a state: after a restart it continues from the last commit.
 
-    Before the call all ranks get rank 0's state, or that of the last commit; then the reset
-    callbacks are called, too.
+    Before the call all ranks get rank 0's state. Before the first call in a process this is that of
+    the last commit, if there is one; then the reset callbacks are called, too.
     """
 
     @functools.wraps(func)
@@ -255,7 +256,8 @@ def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
                 "commits of hvd.elastic are kept in memory only. For restarts from the last one "
                 "use hvdrun --max-restarts N, or set HVD_COMMITS to a folder"
             )
-        again = state.resume()
+        again = not state._has_run and state.resume()
+        state._has_run = True
         state.sync()
         if again:
             state.on_reset()

@@ -33,6 +33,7 @@ ALIASES = {
     "--ssh-identity-file": ["-i"],
     "--check": ["-cb", "--check-build"],
     "--min-np": ["--min-num-proc"],
+    "--max-np": ["--max-num-proc"],
     "--network-interface": ["--network-interfaces"],
     "--output-dir": ["--output-filename"],
     "--timeline": ["--timeline-filename"],
@@ -58,8 +59,7 @@ NO_EFFECT = {
     "--log-hide-timestamp --no-log-hide-timestamp",
     1: "--cycle-time-ms --cache-capacity --autotune-log-file --autotune-warmup-samples "
     "--autotune-steps-per-sample --autotune-bayes-opt-max-samples "
-    "--autotune-gaussian-process-noise --gloo-timeout-seconds --thread-affinity --num-nccl-streams "
-    "--max-np --max-num-proc",
+    "--autotune-gaussian-process-noise --gloo-timeout-seconds --thread-affinity --num-nccl-streams",
     2: "--blacklist-cooldown-range",
 }
 

@@ -9,13 +9,22 @@ from hvd_keras.launch import run_function
 
 # Arguments of ``horovod.run`` that are options of hvdrun, under these names of horovodrun.
 _OPTIONS = (
-    *("min_num_proc", "min_np", "reset_limit", "hostfile", "host_discovery_script", "mpi_args"),
+    *(
+        "min_num_proc",
+        "min_np",
+        "max_num_proc",
+        "max_np",
+        "reset_limit",
+        "hostfile",
+        "host_discovery_script",
+        "mpi_args",
+    ),
     *("start_timeout", "ssh_port", "ssh_identity_file", "output_filename"),
     *("network_interface", "network_interfaces"),
 )
 
-# hvd_keras has one transport and no cache, and a restart takes the available ranks.
-_WITHOUT_EFFECT = {"disable_cache", "use_gloo", "use_mpi", "max_num_proc", "max_np"}
+# hvd_keras has one transport and no cache.
+_WITHOUT_EFFECT = {"disable_cache", "use_gloo", "use_mpi"}
 
 
 def run(

@@ -159,6 +159,8 @@ several hosts
 restarts and the end
 --min-np K: minimum number of ranks for a restart on the hosts that answer; hvdrun waits until there
     are enough slots (default: as many as at the start)
+--max-np K: maximum number of ranks for a restart, when hosts have been added (default: as many as
+    at the start)
 --restart-timeout SECONDS: how long to wait for enough slots before a restart (default: %(default)s)
 --stop-timeout SECONDS: how long ranks may take to save their work when a signal asks hvdrun to end,
     until they are killed; a second Ctrl-C does not wait (default: %(default)s)
@@ -203,7 +205,8 @@ _TYPES: dict[str, Callable[[str, str], Any]] = {
     "--timeline": _new_file,
     "--metrics": statistics.parse_address,
     **dict.fromkeys(("--host-discovery-script", "--remote-shell", "--mpi-args"), _words),
-    **dict.fromkeys(("--nproc-per-node", "--ssh-port", "--start-timeout", "--min-np"), _POSITIVE),
+    **dict.fromkeys(("--nproc-per-node", "--ssh-port", "--start-timeout"), _POSITIVE),
+    **dict.fromkeys(("--min-np", "--max-np"), _POSITIVE),
     **dict.fromkeys(("--max-restarts", "--wait-for-hosts"), _NOT_NEGATIVE),
     **dict.fromkeys(("--restart-timeout", "--stop-timeout"), _NOT_NEGATIVE),
 }

@@ -65,6 +65,9 @@ async def _run(spec: JobSpec, signals: Signals, output: Output) -> Verdict:
     least = given.min_np or size
     if least > size:
         raise UsageError(f"--min-np got {least}; expected at most the number of ranks, {size}")
+    most = given.max_np or size
+    if most < size:
+        raise UsageError(f"--max-np got {most}; expected at least the number of ranks, {size}")
     commits = Path.cwd() / f"hvd-commits-{secrets.token_hex(4)}"
     if given.max_restarts and "HVD_COMMITS" not in os.environ:
         given.settings["HVD_COMMITS"] = str(commits)
@@ -80,7 +83,7 @@ async def _run(spec: JobSpec, signals: Signals, output: Output) -> Verdict:
         if not spec.is_local:
             # The clean-up has just reached its hosts, unless there was a pause.
             known = {} if pause or spec.remains.lost else placement.facts
-            placement = await signals.heed(_replace(spec, size, least, known))
+            placement = await signals.heed(_replace(spec, range(least, most + 1), size, known))
             if placement is None:
                 break
         say(f"restart {number} of {given.max_restarts}: {placement.describe()}")
@@ -219,8 +222,11 @@ async def _look(
     return Placement(counted, facts), problems, away
 
 
-async def _replace(spec: JobSpec, size: int, least: int, known: Facts) -> Placement | None:
-    """Place the ranks for a restart; None if too few hosts answer for too long."""
+async def _replace(spec: JobSpec, sizes: range, first: int, known: Facts) -> Placement | None:
+    """Place the ranks for a restart; None if too few hosts answer for too long.
+
+    ``sizes``: how many ranks there may be; ``first``: how many there were at first.
+    """
     limit = time.monotonic() + spec.options.restart_timeout
     while True:
         wanted: Sequence[Host] = []
@@ -233,12 +239,12 @@ async def _replace(spec: JobSpec, size: int, least: int, known: Facts) -> Placem
         await spec.remains.sweep(spec.remains.lost & found.facts.keys())
         for name, text in problems.items():
             say_once(f"left out: {name} {text}")
-        slots = found.size
-        if slots >= least or (slots and spec.options.oversubscribe):
-            return found.share(size if spec.options.oversubscribe else min(size, slots))
+        slots, may_share = found.size, spec.options.oversubscribe
+        if slots in sizes or slots > sizes[-1] or (slots and may_share):
+            return found.share(max(min(sizes[-1], slots), first if may_share else 0))
         if time.monotonic() >= limit:
             there = f"the hosts that answer have {slots} slots"
-            say(f"no restart: {there}, and {least} are needed (--min-np)")
+            say(f"no restart: {there}, and {sizes[0]} are needed (--min-np)")
             return None
         await asyncio.sleep(limits.LOOK_AGAIN)
         known = {}

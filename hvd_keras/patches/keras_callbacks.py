@@ -231,6 +231,7 @@ class _AtTheEnd(_Internal):
     def __init__(self, common: Fit, sync: rounds.Sync | None) -> None:
         super().__init__(common)
         self._sync = sync
+        self._stopped = ""  # why the epoch ends before its last step
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self._sync is not None:
@@ -249,12 +250,14 @@ class _AtTheEnd(_Internal):
         missing_calls.check_rows(gathered, self.common.process_set)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if self.model.stop_training and batch + 1 < (self.params.get("steps") or 0):
+            self._stopped = f": a callback of this rank has set stop_training in batch {batch + 1}"
         if self.common.values is not None and self._sync is None:
             missing_calls.check_values(self.common.values, "step")
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """End the training of all ranks after the same epoch."""
         # As many callbacks do: if logs["accuracy"] > 0.99: self.model.stop_training = True.
-        mine = bool(self.model.stop_training)
-        if any(agree.gather_json("an epoch of fit has ended", mine, self.common.process_set)):
+        mine, what = bool(self.model.stop_training), f"an epoch of fit has ended{self._stopped}"
+        if any(agree.gather_json(what, mine, self.common.process_set)):
             self.model.stop_training = True

@@ -71,7 +71,7 @@ def _flag(name: str) -> bool:
 
 def _path(name: str) -> pathlib.Path | None:
     text = os.environ.get(name)
-    return pathlib.Path(text) if text else None
+    return pathlib.Path(text).absolute() if text else None  # a script may change its folder
 
 
 @functools.cache
@@ -91,7 +91,6 @@ def read() -> Settings:
     # Variables HVDRUN_… come from the launcher, HVD_… from the user.
     watched = "HVDRUN_JOB" in os.environ
     asked = _path("HVD_POSTMORTEM")
-    postmortem = asked or _path("HVDRUN_POSTMORTEM")
     return Settings(
         bucket_bytes=int(size),
         log_level=level.upper(),
@@ -102,7 +101,7 @@ def read() -> Settings:
         verbose_all=_flag("HVD_VERBOSE_ALL"),
         watched=watched,
         all_tracebacks="HVDRUN_VERBOSE" in os.environ or not watched,
-        postmortem=postmortem and postmortem.absolute(),
+        postmortem=asked or _path("HVDRUN_POSTMORTEM"),
         postmortem_is_asked=asked is not None,
         timeline=os.environ.get("HVD_TIMELINE", ""),
         stats_directory=_path("HVD_STATS_DIRECTORY"),

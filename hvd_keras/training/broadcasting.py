@@ -80,8 +80,9 @@ def broadcast_variables(
 def build(model: Any, element_spec: Any, whole_step: bool = False) -> Exception | None:
     """Create the variables of a compiled model, its metrics and its optimizers.
 
-    Traces the model's own ``train_step``, if it has one, or else the forward pass, into a graph
-    that never runs. Variables are created outside of the graph, as in every step that Keras traces.
+    Traces the step, if the model has a ``train_step`` or ``compute_loss`` of its own, or else the
+    forward pass, into a graph that never runs. Variables are created outside of the graph, as in
+    every step that Keras traces.
 
     Args:
         element_spec: the spec of the argument of ``train_step``, a ``Dataset.element_spec``.
@@ -90,7 +91,10 @@ def build(model: Any, element_spec: Any, whole_step: bool = False) -> Exception 
     Returns:
         The exception that the model raised, if it cannot be traced; then variables may be missing.
     """
-    has_own_step = type(model).train_step is not keras.Model.train_step
+    has_own_step = any(
+        getattr(type(model), name) is not getattr(keras.Model, name)
+        for name in ("train_step", "compute_loss")
+    )
 
     def forward(data: Any) -> None:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)

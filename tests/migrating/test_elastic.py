@@ -87,6 +87,32 @@ print("ended", state.epoch, state.batch, *np.concatenate([np.ravel(v) for v in m
 """
 
 
+CALLS = """
+import os
+import horovod.tensorflow as hvd
+hvd.init()
+state = hvd.elastic.ObjectState(calls=0, sizes=[])
+state.register_reset_callbacks([lambda: print("reset at", state.calls, flush=True)])
+os.chdir("elsewhere")  # HVD_COMMITS is relative
+
+@hvd.elastic.run
+def train(state):
+    state.calls += 1
+    state.sizes = [*state.sizes, hvd.size()]
+    if state.calls == 2:
+        state.commit()
+    if state.calls == 4 and hvd.size() == 1:
+        with open("../hosts", "w") as file:
+            file.write("localhost:2")
+        os._exit(3)
+
+for _ in range(6 - state.calls):
+    if state.calls < 6:
+        train(state)
+print("ended", state.calls, state.sizes)
+"""
+
+
 RESTARTING = 1500  # seconds for a job that starts twice
 
 
@@ -136,6 +162,16 @@ def test_a_loop_continues_with_fewer_ranks(hvdrun) -> None:
     # Another training must not take it.
     done = run(hvdrun, LOOP.replace("Dense(1)]", "Dense(1), keras.layers.Dense(1)]"), status=1)
     assert done == []
+
+
+def test_calls_continue_one_after_the_other_on_added_hosts(hvdrun) -> None:
+    (hvdrun.folder / "elsewhere").mkdir()
+    (hvdrun.folder / "hosts").write_text("localhost:1")
+    hvdrun.environment["HVD_COMMITS"] = "commits"
+    hosts = ("--host-discovery-script", "cat hosts", "--max-np", "2", "--max-restarts", "1")
+    lines = run(hvdrun, CALLS, *hosts, size=1)
+    assert lines == [*["ended 6 [1, 1, 2, 2, 2, 2]"] * 2, *["reset at 2"] * 2]
+    assert not list((hvdrun.folder / "elsewhere").iterdir())
 
 
 def damage(path: pathlib.Path) -> None:

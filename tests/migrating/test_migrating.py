@@ -47,6 +47,7 @@ def test_every_home_has_its_names() -> None:
         (["-i", "key"], "ssh_identity_file", "key", ""),
         (["-hostfile", "hosts"], "hostfile", "hosts", ""),
         (["--min-num-proc", "2"], "min_np", 2, ""),
+        (["--max-num-proc", "4"], "max_np", 4, ""),
         (["--slots-per-host", "2"], "per_host", 2, ""),
         (["--reset-limit", "3"], "max_restarts", 3, ""),
         (["--timeline-filename", "t.json"], "timeline", "t.json", ""),

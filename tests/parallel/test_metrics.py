@@ -76,6 +76,9 @@ class Highest(keras.metrics.Metric):
         return self.highest
 
 
+Named = type("Named", (Highest,), {"result": lambda self: {"highest": self.highest}})
+
+
 class Extremes(Highest):
     """A metric with two results."""
 
@@ -226,7 +229,7 @@ def test_metrics_are_those_of_one_process(outputs, make_metrics, weighted, argum
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("metric", [Highest, Extremes, WithPrior])
+@pytest.mark.parametrize("metric", [Highest, Extremes, Named, WithPrior])
 def test_states_that_are_no_sums_are_averaged_with_one_warning(metric) -> None:
     train, val = binary(training_data), binary(validation_data)
     name = metric().name

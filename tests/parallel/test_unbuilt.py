@@ -45,6 +45,16 @@ class OwnStep(Subclassed):
         return {"loss": loss}
 
 
+class OwnLoss(Subclassed):
+    """A layer is called in the loss for the first time."""
+
+    def call(self, x):
+        return self.first(x)
+
+    def compute_loss(self, x, y, y_pred, *_, **__):
+        return keras.ops.mean((self.second(y_pred) - y) ** 2)
+
+
 class TapeInStep(Subclassed):
     """A plain optimizer: the tape exchanges the gradients."""
 
@@ -107,6 +117,7 @@ class AtBegin(keras.callbacks.Callback):
         (sequential, of_unknown_shape, {}),
         (Subclassed, of_unknown_shape, {"jit_compile": False}),
         (OwnStep, arrays, {}),
+        (OwnLoss, arrays, {}),
         (OwnStep, of_unknown_shape, {"run_eagerly": True}),
         (TapeInStep, arrays, {}),
     ],
@@ -125,13 +136,13 @@ def test_first_step_begins_with_the_roots_weights(make, feed, options) -> None:
     training.assert_bit_identical_on_all_ranks(together)
     assert begin.rates == pytest.approx([0.02 * SIZE])
     keras.utils.set_random_seed(11 + SIZE - 1)
-    own = make()
+    own = (Subclassed if make is OwnLoss else make)()
     own(x[:1])
     for mine, theirs in zip(begin.weights, own.get_weights(), strict=True):
         np.testing.assert_array_equal(mine, theirs)  # as on the root, before any step
 
     with hvd.local_fit():
-        alone = Subclassed() if make in (OwnStep, TapeInStep) else make()
+        alone = Subclassed() if make in (OwnStep, OwnLoss, TapeInStep) else make()
         alone(x[:1])
         alone.set_weights(begin.weights)
         alone.compile(optimizer=keras.optimizers.SGD(0.02 * SIZE, momentum=0.9), loss="mse")

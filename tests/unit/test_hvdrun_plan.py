@@ -169,6 +169,7 @@ def test_the_command_in_an_allocation_of_slurm(hvdrun, given: bool) -> None:
             "--max-restarts got '-1'; expected an integer of at least 0",
         ),
         (["-n", "1", "--min-np", "2"], "--min-np got 2; expected at most the number of ranks, 1"),
+        (["-n", "2", "--max-np", "1"], "--max-np got 1; expected at least the number of ranks, 2"),
         (
             ["-H", "localhost:1", "--min-np", "2", "--max-restarts", "1"],
             "--min-np got 2; expected at most the number of ranks, 1",
@@ -296,7 +297,7 @@ def test_ways_to_say_how_many_ranks(hvdrun) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("hvdrun -np 2 --max", ["--max-restarts"]),
+        ("hvdrun -np 2 --max-r", ["--max-restarts"]),
         ("hvdrun --ssh-", ["--ssh-port", "--ssh-identity-file"]),
         ("hvdrun train.py --max", []),
         ("hvdrun --min-num", []),  # horovodrun's names are not offered
