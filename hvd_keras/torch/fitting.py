@@ -40,6 +40,7 @@ def install(backend: Backend) -> None:
         (optimizers.LossScaleOptimizer, "apply", _apply_scaled),
         (optimizers.LossScaleOptimizer, "check_finite", _check_finite),
         (keras.losses.Loss, "__call__", losses.call),
+        (keras.metrics.MeanMetricWrapper, "update_state", losses.update),
     ]
     for owner, attribute, new in rows:
         require(owner, attribute, "to train on several ranks")

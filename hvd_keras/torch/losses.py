@@ -1,10 +1,11 @@
 """Weighs each rank's loss, as ``patches.losses`` does and says, on torch's tensors."""
 
+import contextlib
 import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -40,6 +41,8 @@ class Weighing:
         return counts and self.averages and not self.validates
 
 
+# Regularizers that add up rows; the mean of the ranks' is that of one process.
+_SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 _weighing: contextvars.ContextVar[Weighing | None] = contextvars.ContextVar("losses", default=None)
 
 
@@ -54,7 +57,13 @@ def weighed(
 
     @functools.wraps(one_step)
     def step(*args: Any, **kwargs: Any) -> Any:
-        with agree.within(_weighing, own):  # callbacks compute losses of this rank
+        with contextlib.ExitStack() as stack:
+            for layer in model._flatten_layers():
+                local = getattr(layer, "activity_regularizer", None)
+                if averages and local is not None and type(local) not in _SUMS:
+                    of_all = functools.partial(_regularize, own, layer.path, local)
+                    stack.enter_context(replaced(layer, "activity_regularizer", of_all))
+            stack.enter_context(agree.within(_weighing, own))  # callbacks compute this rank's
             return one_step(*args, **kwargs)
 
     return replaced(model, method, step)
@@ -73,18 +82,68 @@ def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
             return loss_call(loss, y_true, y_pred, sample_weight)
     arguments = y_true, y_pred, sample_weight
     with agree.within(_weighing, None):  # a loss may compute others
-        if own is not None and own.is_exact():
-            known = loss.__dict__.setdefault("_hvd_mixes_rows", {})
-            number = own.process_set.id()
-            if number not in known:
-                known[number] = _mixes_rows(own, loss_call, loss, arguments)
-            if known[number]:
-                return loss_call(loss, *_of_all_ranks(own, loss, arguments))
+        exact = own if own is not None and own.is_exact() else None
+        if exact and _mixes(exact, loss, lambda: _mixes_rows(exact, loss_call, loss, arguments)):
+            return loss_call(loss, *_of_all_ranks(exact, f"loss {loss.name}", arguments))
         value, values = call_loss(loss, loss_call, *arguments)
     if own is None:
         _note_unweighed(loss, values, y_pred, sample_weight)
         return value
     return _weigh(own, loss, value, values, y_pred, sample_weight)
+
+
+def _mixes(own: Weighing, key: Any, find: Callable[[], bool]) -> bool:
+    """Whether a loss or a metric is no mean or sum over rows, which is found out once."""
+    known = vars(key).setdefault("_hvd_mixes_rows", {})
+    number = own.process_set.id()
+    if number not in known:
+        known[number] = find()
+    return bool(known[number])
+
+
+def update(
+    update_alone: Any, metric: Any, y_true: Any, y_pred: Any, sample_weight: Any = None
+) -> Any:
+    """Replace ``keras.metrics.MeanMetricWrapper.update_state``.
+
+    A function that gives no number for each row gets the rows of all ranks.
+    """
+    own, function, arguments = _weighing.get(), metric._fn, (y_true, y_pred, sample_weight)
+    is_of_keras = str(getattr(function, "__module__", "")).startswith("keras.")
+    if own is None or is_of_keras or not own.is_exact() or agree.is_building.get():
+        return update_alone(metric, *arguments)
+
+    def value_of(*given: Any) -> Any:
+        return function(*given, **metric._fn_kwargs)
+
+    with agree.within(_weighing, None):
+        if _mixes(own, metric, lambda: _halves_differ(own, metric.name, value_of, arguments[:2])):
+            arguments = _of_all_ranks(own, f"metric {metric.name}", arguments)
+        return update_alone(metric, *arguments)
+
+
+def _regularize(own: Weighing, path: str, regularizer: Any, output: Any) -> Any:
+    """A regularizer of all ranks' activities, which Keras divides by this rank's rows."""
+    is_meta = getattr(getattr(output, "device", None), "type", "meta") == "meta"
+    if is_meta or not own.is_exact() or agree.is_building.get():
+        return regularizer(output)
+    if _mixes(own, regularizer, lambda: _halves_differ(own, path, regularizer, [output], True)):
+        (every,) = _of_all_ranks(own, f"regularizer {path}", [output])
+        return regularizer(every) / own.process_set.size()
+    return regularizer(output)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _halves_differ(
+    own: Weighing, name: str, value_of: Any, arguments: Sequence[Any], is_sum: bool = False
+) -> bool:
+    def of(rows: slice) -> Any:
+        with torch.no_grad():
+            cut = keras.tree.map_structure(lambda x: torch.as_tensor(x)[rows], arguments)
+            return torch.as_tensor(value_of(*cut)).cpu().double().numpy()
+
+    rows = len(keras.tree.flatten(arguments)[0])
+    return halves.mix(name, of, rows, is_sum, own.process_set)
 
 
 def _note_unweighed(loss: Any, values: Any, y_pred: Any, sample_weight: Any) -> None:
@@ -114,7 +173,7 @@ def _mixes_rows(own: Weighing, loss_call: Any, loss: Any, arguments: Sequence[An
             lambda x: x[:2] if x is not None and torch.as_tensor(x).dim() else x, arguments
         )
         with torch.no_grad():
-            arguments = _of_all_ranks(own, loss, few)
+            arguments = _of_all_ranks(own, f"loss {loss.name}", few)
 
     def loss_of(rows: slice) -> Any:
         cut = keras.tree.map_structure(
@@ -128,11 +187,11 @@ def _mixes_rows(own: Weighing, loss_call: Any, loss: Any, arguments: Sequence[An
     return halves.mix(loss.name, loss_of, rows, loss.reduction == "sum", own.process_set)
 
 
-def _of_all_ranks(own: Weighing, loss: Any, arguments: Sequence[Any]) -> Any:
+def _of_all_ranks(own: Weighing, name: str, arguments: Sequence[Any]) -> Any:
     def gathered(part: Any) -> Any:
         if part is None or not torch.as_tensor(part).dim():
             return part
-        rows = allgather(part, name=f"loss {loss.name}", process_set=own.process_set)
+        rows = allgather(part, name=name, process_set=own.process_set)
         rows._keras_mask = gathered(getattr(part, "_keras_mask", None))
         return rows
 
@@ -148,16 +207,20 @@ def _weigh(
             f"loss {loss.name} has reduction={reduction!r}, which hvd_keras does not distribute on "
             "PyTorch. Use sum_over_batch_size or sum."
         )
-    if reduction == "sum":
+    if reduction == "sum" and not own.counts_rows():
         return value * size if own.averages and own.is_exact() else value
     has_rows = values is not None and values.dim()
     weights = divisors(loss, values, y_pred, sample_weight) if has_rows else []
+    weights = [] if reduction == "sum" else weights
     if own.validates and weights:
         fit_state.weighed.add(own.model)
     if not own.is_exact() or not (weights or own.counts_rows()):
         return value
     fitted = [_fit(weight, values.shape) for weight in weights]
-    logged, weighed = _shares(own, loss, math.prod(fitted).sum() if fitted else None, len(y_pred))
+    entries = math.prod(fitted).sum() if fitted else None
+    of_entries, of_rows = _shares(own, loss, entries, len(keras.tree.flatten(y_pred)[0]))
+    of_entries = 1.0 if reduction == "sum" else of_entries  # it is divided by none
+    logged, weighed = of_entries / of_rows, of_entries * size
     if own.validates or logged == weighed:
         return value * logged
     return value.detach() * (logged - weighed) + value * weighed
@@ -165,12 +228,15 @@ def _weigh(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _shares(own: Weighing, loss: Any, entries: Any, rows: int) -> tuple[float, float]:
-    """Return factors of the loss: in logs a rank counts by its rows, in gradients all alike."""
+    """Return this rank's shares of the entries and of the rows.
+
+    In logs a rank counts by its rows, in gradients all count alike.
+    """
     mine = np.array([rows if entries is None else float(entries), rows])
     call = {"name": f"weight of loss {loss.name}", "process_set": own.process_set.id()}
     (total,) = agree.run("allreduce", [mine], reduction="Sum", **call)
     share = mine / np.maximum(total, np.finfo(float).tiny)
-    return float(share[0] / share[1]), float(share[0] * own.process_set.size())
+    return float(share[0]), float(share[1])
 
 
 def _fit(weight: torch.Tensor, shape: Any) -> torch.Tensor:

@@ -131,6 +131,7 @@ IMPOSSIBLE: list[Rule] = [
             and (
                 s.loss in ("dice", "custom")
                 or s.regularizer == "own"
+                or s.metrics == "whole"
                 or s.is_sequence
                 or s.body == "embedding"
             )
@@ -249,6 +250,19 @@ EXCLUDED: list[Rule] = [
     # A file that is saved within an accumulation outside fit has the sums of the rank that saves.
     (lambda s: s.accumulation > 1 and "save" in s.then, ["then:on_batch"]),
 ]
+# docs/using/torch.md and the errors there name what exists on TensorFlow alone.
+TORCH: list[Rule] = [
+    (lambda s: True, ["step", "table", "op", "multi", "local", "at_once", "repeat"]),
+    (lambda s: s.mode == "xla", ["mode"]),  # torch.compile takes minutes
+    (lambda s: s.body == "batchnorm", ["body"]),  # each rank's own
+    (lambda s: s.data in ("tfrecord", "agree", "regrouped"), ["data"]),
+    (lambda s: s.change in ("map", "prefetch"), ["change"]),
+    (lambda s: s.weights == "class", ["weights"]),
+    (lambda s: s.is_sequence, ["weights"]),  # Keras multiplies the mask in place
+    (lambda s: s.data != "local", ["unequal"]),
+    (lambda s: s.distributed != "gradient_predivide_factor", ["distributed"]),
+    (lambda s: True, ["then:save"]),
+]
 
 
 class View(types.SimpleNamespace):
@@ -316,11 +330,11 @@ def draw(seed: int) -> Spec:
     return legal(spec)
 
 
-def legal(spec: Spec) -> Spec:
-    """Without what RULES undo, and without defaults."""
+def legal(spec: Spec, rules: Sequence[Rule] = ()) -> Spec:
+    """Without what RULES, and others, undo, and without defaults."""
     found: Spec = dict(spec)
     for _ in range(3):  # a rule may make another one apply
-        for applies, names in IMPOSSIBLE + EXCLUDED:
+        for applies, names in [*rules, *IMPOSSIBLE, *EXCLUDED]:
             if applies(View(found)):
                 for name in names:
                     _undo(found, *name.split(":"))

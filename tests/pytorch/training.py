@@ -81,19 +81,6 @@ ROWS, SEQUENCES = (X, Y), (IDS, TAGS)
 CASES = {
     "sgd": (perceptron, lambda: optimizers.SGD(0.1, momentum=0.9), "mse", ROWS, {}),
     "adam": (perceptron, lambda: optimizers.Adam(0.01), "binary_crossentropy", ROWS, {}),
-    "adagrad": (perceptron, lambda: optimizers.Adagrad(0.1), "mse", ROWS, {}),
-    "decay": (
-        perceptron,
-        lambda: optimizers.AdamW(0.01, weight_decay=0.1, use_ema=True, ema_momentum=0.9),
-        *("mse", ROWS, {}),
-    ),
-    "clipped": (perceptron, lambda: optimizers.SGD(1.0, global_clipnorm=0.01), "mse", ROWS, {}),
-    "by variable": (perceptron, lambda: optimizers.SGD(1.0, clipnorm=0.01), "mse", ROWS, {}),
-    "accumulated": (
-        perceptron,
-        lambda: optimizers.Adam(0.01, gradient_accumulation_steps=3, clipnorm=0.1),
-        *("mse", ROWS, {}),
-    ),
     "passes": (
         *(perceptron, lambda: optimizers.SGD(0.1), "mse", ROWS),
         {"backward_passes_per_step": 2},
@@ -109,8 +96,6 @@ CASES = {
     ),
     "sum": (perceptron, lambda: optimizers.SGD(1e-3), losses.MeanSquaredError("sum"), ROWS, {}),
     "circle": (perceptron, lambda: optimizers.SGD(0.1), losses.Circle(gamma=2.0), ROWS, {}),
-    "dice": (perceptron, lambda: optimizers.SGD(0.1), losses.Dice(), ROWS, {}),
-    "masked": (masked, lambda: optimizers.Adam(0.01), "mse", SEQUENCES, {}),
     "masked sgd": (masked, lambda: optimizers.SGD(0.1), "mae", SEQUENCES, {}),
     "bfloat16": (
         lambda: perceptron(dense(8, dtype="mixed_bfloat16")),
@@ -132,19 +117,6 @@ CASES = {
 }
 
 
-class Batches(keras.utils.PyDataset):
-    def __init__(self, rows):
-        super().__init__(workers=2)
-        self.rows = rows
-
-    def __len__(self):
-        return -(-len(X) // self.rows)
-
-    def __getitem__(self, index):
-        mine = slice(index * self.rows, (index + 1) * self.rows)
-        return X[mine], Y[mine]
-
-
 def loader(rows, **options):
     options = {"shuffle": True, **options} if "sampler" not in options else options
     return Loader(TensorDataset(torch.from_numpy(X), torch.from_numpy(Y)), rows, **options)
@@ -161,8 +133,6 @@ SOURCES = {
     "workers": (lambda rows: loader(rows, num_workers=1, drop_last=True), {}),
     "sampler": (weighted, {"seed": 5}),
     "dataset": (lambda rows: loader(rows).dataset, {"batch_size": ...}),
-    "batches": (Batches, {"shuffle": False}),
-    "pad": (lambda rows: (X[:197], Y[:197]), {"batch_size": ..., "uneven": "pad"}),
 }
 CASES |= dict.fromkeys(SOURCES, CASES["adam"])
 CASES |= {f"{name} by batch": CASES[name] for name in ("sum", "masked sgd")}
