@@ -273,6 +273,9 @@ def _of_all_rows(own: Weighing, regularizer: Any, output: Any) -> Any:
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
     """Replace ``keras.losses.Loss.__call__``, which every loss and every output calls."""
+    if row_trials.without_losses.get():
+        value = loss_call(loss, y_true, y_pred, sample_weight)
+        return 0 * value + tf.cast(tf.reduce_mean(tf.square(y_pred)), value.dtype)
     own = weighing.get()
     is_loop = own is None and rank_info.is_initialized() and rank_info.size() > 1
     if (own is None and (not is_loop or missing_calls.in_fit.get())) or agree.is_building.get():

@@ -319,9 +319,9 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
         )
     if mixes := next(filter(None, [theirs["mixes"] for theirs in gathered]), ""):
         missing_calls.tell(
-            f"{mixes} computes a row from other rows of the batch, and each rank has its rows "
-            f"alone, so {process_set.size()} ranks do not train as one process. Compute each row "
-            "from itself, or, in a layer of your own, from those of all ranks: hvd.allgather(x).",
+            f"{mixes}, and each rank has its rows alone, so {process_set.size()} ranks do not "
+            "train as one process. Compute each row from itself, or, in code of your own, from "
+            "those of all ranks: hvd.allgather(x).",
             process_set,
         )
     missing_calls.check_rows([theirs["rows"] for theirs in gathered], process_set)

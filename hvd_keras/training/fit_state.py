@@ -84,7 +84,7 @@ class Fit:
     dataset: Any = None  # over which it iterates
     problem: Exception | None = None  # of this rank's model, which could not be traced
     unbuilt: str = ""  # which ranks' models have no variables, and why
-    mixes: str = ""  # a layer that computes a row from other rows of the batch
+    mixes: str = ""  # what in the model sees other rows of the batch, and how
     monitored: Sequence[str] = ()  # what callbacks of any rank decide by
     names: Sequence[Sequence[str]] = ()  # of the callbacks' classes, by rank
     ends_on_nan: bool = False  # a rank has TerminateOnNaN

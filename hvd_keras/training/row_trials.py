@@ -5,6 +5,7 @@ not tell. So losses and models are tried on random rows, outside of the training
 """
 
 import contextlib
+import contextvars
 import functools
 import types
 import weakref
@@ -23,7 +24,11 @@ from hvd_keras.runtime.keras import is_legacy, keras, replaced
 #: gets no tensors with rows, or exchanges them by itself.
 Kind = Literal["rows", "mean", "sum", "whole", "failed", "unknown"]
 
+#: Losses of ``keras.losses`` are means of predictions.
+without_losses = contextvars.ContextVar("without losses", default=False)
+
 _ROWS = 4  # of each of two parts
+_TRIALS = 4
 _TOLERANCE = 1e-4  # relative to the largest value
 _NEAR, _FAR = 0.01, 30.0  # errors of predictions, relative to the usual ones
 _COMPARISONS = {"Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual"}
@@ -215,6 +220,67 @@ def layer_that_mixes(model: Any, element_spec: Any) -> str:
     return _tried[model]
 
 
+def loss_that_mixes(model: Any, element_spec: Any) -> str:
+    """The ``compute_loss`` of a model's own, if what it adds is no mean over the rows of a batch.
+
+    Means of predictions stand for losses of ``keras.losses``, which are weighed by themselves. ""
+    also if it exchanges something, or cannot be tried.
+    """
+    layers = model._flatten_layers()
+    local = [getattr(layer, "activity_regularizer", None) for layer in layers]
+    is_own = not is_legacy and type(model).compute_loss is not keras.Model.compute_loss
+    mixes = False
+    if is_own and all(one is None or is_sum(one) for one in local):
+        try:
+            with agree.within(agree.is_building, True), agree.within(without_losses, True):
+                mixes = _adds_no_mean(model, element_spec)
+        except Exception as error:
+            log.logger.debug("compute_loss of %s cannot be tried: %r", model.name, error)
+    return f"compute_loss of {type(model).__name__}" if mixes else ""
+
+
+def _adds_no_mean(model: Any, element_spec: Any) -> bool:
+    def total(data: Any) -> Any:
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        options = {"training": False} if getattr(model, "_call_has_training_arg", True) else {}
+        return model.compute_loss(x=x, y=y, y_pred=model(x, **options), sample_weight=weight)
+
+    traced = tf.function(total, autograph=False).get_concrete_function(element_spec)
+    if any(node.op.startswith("Hvd") for nodes in _nodes(traced) for node in nodes):
+        return False
+    random = np.random.default_rng(1)
+    # Metrics that it updates must not change.
+    handles = {id(v.handle): _copy(v, random) for v in traced.variables}
+    traced.set_external_captures([handles.get(id(c), c) for c in traced.captured_inputs])
+
+    def loss_of(*parts: Any) -> float:
+        half = tf.nest.flatten(parts[0])[0].shape[0] // 2
+        joined = tf.nest.map_structure(lambda *rows: tf.concat([r[:half] for r in rows], 0), *parts)
+        return float(traced(joined))
+
+    found = []
+    for _ in range(_TRIALS):  # few ids occur, which halves may have in common
+        one, other = (
+            tf.nest.map_structure(lambda s: _drawn(s, random), element_spec) for _ in "12"
+        )
+        pairs = (one, one), (other, other), (one, other)
+        same, again = ([loss_of(*pair) for pair in pairs] for _ in "12")
+        mean = np.array(same[0] / 2 + same[1] / 2)
+        found.append(same == again and not _close(np.array(same[2]), mean))
+    for handle in handles.values():
+        tf.raw_ops.DestroyResourceOp(resource=handle)
+    return any(found)
+
+
+def _drawn(spec: Any, random: Any) -> Any:
+    """Random rows of a spec."""
+    size = [spec.shape[0] or 2, *(32 if n is None else n for n in spec.shape[1:])]
+    if spec.dtype.is_floating:
+        return tf.cast(random.normal(size=size), spec.dtype)
+    labels = tf.constant(random.integers(0, 2, size))
+    return tf.as_string(labels) if spec.dtype == tf.string else tf.cast(labels, spec.dtype)
+
+
 def works_by_rows(part: Any) -> bool:
     """Whether a part of a model is known to compute each row of its output from one of its input.
 
@@ -254,17 +320,10 @@ def _first_that_mixes(model: Any, parts: Sequence[Any], element_spec: Any) -> st
         seen[:] = [(p, t) for p, t in seen if getattr(t, "graph", None) is here]
         return [tensor for _, tensor in seen]
 
-    def draw(spec: Any) -> Any:
-        size = [spec.shape[0] or 2, *(32 if n is None else n for n in spec.shape[1:])]
-        if spec.dtype.is_floating:
-            return tf.cast(random.normal(size=size), spec.dtype)
-        labels = tf.constant(random.integers(0, 2, size))
-        return tf.as_string(labels) if spec.dtype == tf.string else tf.cast(labels, spec.dtype)
-
     traced = tf.function(forward, autograph=False).get_concrete_function(x)
     if any(node.op.startswith(("Assign", "Hvd")) for nodes in _nodes(traced) for node in nodes):
         return ""
-    one, other = (tf.nest.map_structure(draw, x) for _ in range(2))
+    one, other = (tf.nest.map_structure(lambda spec: _drawn(spec, random), x) for _ in "12")
     rows = tf.nest.flatten(one)[0].shape[0]
     half = rows // 2
 
