@@ -58,9 +58,9 @@ class Checkpoint(Callback):  # type: ignore[misc]
         process_set: the ranks that train the model; the first of them reads and writes.
 
     Raises:
-        ValueError: an argument is impossible, or tf_keras is in use. In ``fit``, on every rank: it
-            got several such callbacks; the model has no variables and its step cannot be traced to
-            create them; the checkpoint belongs to another model; or the ranks' arguments differ.
+        ValueError: an argument is impossible, or tf_keras is in use. In ``fit``, on every rank: the
+            model has no variables and its step cannot be traced to create them; the checkpoint
+            belongs to another model; or the ranks' arguments differ.
         RuntimeError: (in ``fit``, on every rank) all existing checkpoints are damaged.
         OSError: (in ``fit``, on every rank, at the next save or the end at the latest) a checkpoint
             cannot be written, for example because the disk is full. Earlier ones remain.
@@ -134,16 +134,11 @@ class Checkpoint(Callback):  # type: ignore[misc]
                 "Checkpoint: this rank trains the model alone (hvd.local_fit), and expected "
                 f"{self._hvd_process_set}. Use keras.callbacks.BackupAndRestore there."
             )
-        if sum(isinstance(callback, Checkpoint) for callback in fit.callbacks) > 1:
-            raise ValueError(
-                "fit got several hvd.callbacks.Checkpoint, and expected one: each would restore "
-                "its own state. save_freq says when one saves, and keep how many files it keeps."
-            )
         self._check(fit.process_set)
         # In case an earlier fit broke off.
         self._resuming = None
         self._writing.forget()
-        found = self._find()
+        found = self._find_newest(fit)
         epochs = int(self.params["epochs"])
         for optimizer in self._optimizers():
             self._rates.setdefault(optimizer, resuming.rate_of(optimizer))
@@ -257,6 +252,16 @@ class Checkpoint(Callback):  # type: ignore[misc]
             own = self._hvd_process_set
             self._found, self._training = per_rank.find(self.directory, self.restore, own)
             self._initial_epoch = self._found.metadata["epoch"] if self._found else 0
+        return self._found
+
+    def _find_newest(self, fit: Fit) -> per_rank.Found | None:
+        """Return what is found, unless another of this fit's callbacks has found a newer one."""
+        every = [one for one in fit.callbacks if isinstance(one, Checkpoint)]
+        metadata = [found.metadata if (found := one._find()) else {} for one in every]
+        reached = [(len(m["fits"]), m["epoch"], m["batch"]) if m else () for m in metadata]
+        for one in every:
+            if one is not every[reached.index(max(reached))]:
+                one._found = None  # it only saves
         return self._found
 
     def _restore(self, found: per_rank.Found, own: list[Any]) -> None:

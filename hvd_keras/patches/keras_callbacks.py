@@ -15,7 +15,7 @@ import numpy as np
 from hvd_keras.data.sources import Passes
 from hvd_keras.gradients import missing_calls, model_ranks
 from hvd_keras.gradients.values import Values, row_hashes
-from hvd_keras.runtime import agree, settings
+from hvd_keras.runtime import agree, log, settings
 from hvd_keras.runtime.keras import keras, replaced, snapshot, summary
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.training import rounds, variables
@@ -251,13 +251,19 @@ class _AtTheEnd(_Internal):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if self.model.stop_training and batch + 1 < (self.params.get("steps") or 0):
-            self._stopped = f": a callback of this rank has set stop_training in batch {batch + 1}"
+            self._stopped = f"a callback of this rank has set stop_training in batch {batch + 1}"
         if self.common.values is not None and self._sync is None:
             missing_calls.check_values(self.common.values, "step")
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """End the training of all ranks after the same epoch."""
         # As many callbacks do: if logs["accuracy"] > 0.99: self.model.stop_training = True.
-        mine, what = bool(self.model.stop_training), f"an epoch of fit has ended{self._stopped}"
-        if any(agree.gather_json(what, mine, self.common.process_set)):
+        mine = bool(self.model.stop_training)
+        try:
+            stops = agree.gather_json("an epoch of fit has ended", mine, self.common.process_set)
+        except Exception:
+            if self._stopped:  # which the error cannot say
+                log.logger.error("%s: let all ranks stop in the same batch", self._stopped)
+            raise
+        if any(stops):
             self.model.stop_training = True

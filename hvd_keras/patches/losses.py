@@ -53,9 +53,19 @@ class Weighing:
     logs_outputs: bool = False  # Keras logs the loss of each output, too
     # What that is multiplied by if each step counts alike in it; 0 if each row does.
     by_steps: Any = None
-    parts: Any = None  # how many times the rows of this rank all ranks have, in this step
     is_in_total: bool = False  # compute_loss runs, whose result counts by rows
     has_total: bool = False  # it has run
+
+    @functools.cached_property
+    def parts(self) -> Any:
+        """How many times this rank's rows all ranks have in this step; float64 if they count."""
+        if not self.counts_rows:
+            return self.process_set.size()
+        data = next(one for one in tf.nest.flatten(self.data) if one is not None)
+        rows = data.nrows() if isinstance(data, tf.RaggedTensor) else tf.shape(data)[0]
+        mine, of_all = tf.cast(rows, tf.float64), self.process_set
+        call = functools.partial(ops.reduce_tensors, op=ops.Sum, process_set=of_all)
+        return call([mine], name="rows of a step")[0] / mine
 
     @property
     def trains_mean(self) -> bool:
@@ -99,7 +109,8 @@ def weighed(
     @functools.wraps(one_step)
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def step(*args: Any, **kwargs: Any) -> Any:
-        counts = method == "train_step" and model in fit_state.counting_rows
+        trains = method == "train_step" and not agree.is_building.get()
+        counts = trains and model in fit_state.counting_rows
         trackers = getattr(getattr(model, "_compile_loss", None), "metrics", ())
         own = Weighing(model, process_set, averages, is_together, counts)
         own.is_own = any(
@@ -127,32 +138,22 @@ def weighed(
             if (of_compile := getattr(model, "_compile_metrics", None)) is not None:
                 alone = functools.partial(_update_compiled, of_compile, of_compile.update_state)
                 stack.enter_context(replaced(of_compile, "update_state", alone))
-            own.parts = process_set.size()
-            if counts and not agree.is_building.get():
-                own.parts = _parts(own)
+            if counts:
                 of_all = functools.partial(_compute_loss, own, model.compute_loss)
                 stack.enter_context(replaced(model, "compute_loss", of_all))
             _leave_unweighed(stack, model.metrics)
             stack.enter_context(_converted())
             result = one_step(*args, **kwargs)
-        if counts and not agree.is_building.get():
+        if counts:
             _tell_what_counts_by_rank(own)
         return result
 
     return replaced(model, method, step)
 
 
-def _parts(own: Weighing) -> Any:
-    """Of how many times the rows of this rank a step of all ranks is, float64; alike on average."""
-    data = next(one for one in tf.nest.flatten(own.data) if one is not None)
-    rows = data.nrows() if isinstance(data, tf.RaggedTensor) else tf.shape(data)[0]
-    mine = tf.cast(rows, tf.float64)
-    call = functools.partial(ops.reduce_tensors, op=ops.Sum, process_set=own.process_set)
-    return call([mine], name="rows of a step")[0] / mine
-
-
 def _compute_loss(own: Weighing, compute_loss: Any, *args: Any, **kwargs: Any) -> Any:
     """Let all that a model adds up as its loss count by rows, as on one process."""
+    share = own.process_set.size() / own.parts
     with replaced(own, "is_in_total", True):
         value = compute_loss(*args, **kwargs)
     own.has_total = True
@@ -160,9 +161,7 @@ def _compute_loss(own: Weighing, compute_loss: Any, *args: Any, **kwargs: Any) -
     def by_rows(part: Any) -> Any:
         if not getattr(getattr(part, "dtype", None), "is_floating", False):
             return part
-        return _with_gradient_of(
-            tf.cast(own.process_set.size() / own.parts, part.dtype) * part, part
-        )
+        return _with_gradient_of(tf.cast(share, part.dtype) * part, part)
 
     return tf.nest.map_structure(by_rows, value)  # one's own may return several
 

@@ -407,9 +407,6 @@ def test_arguments_that_differ_are_refused(directory) -> None:
 
 
 def test_impossible_arguments(directory) -> None:
-    both = [hvd.callbacks.Checkpoint(directory / name) for name in "ab"]
-    with pytest.raises(ValueError, match=r"several hvd\.callbacks\.Checkpoint, and expected one"):
-        train(build(adam), *both)
     with pytest.raises(ValueError, match="keep is 0, expected a positive integer"):
         hvd.callbacks.Checkpoint(directory, keep=0)
     with pytest.raises(ValueError, match="save_freq is 'batch', expected 'epoch' or a positive"):

@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import shutil
 import signal
 import sys
 import threading
@@ -14,6 +15,7 @@ import hvd_keras as hvd
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import values_of
 from hvd_keras.saving import storage
+from tests.harness import training
 from tests.parallel.saving.test_restart import (
     EPOCHS,
     RANK,
@@ -137,10 +139,16 @@ def test_two_checkpoints_of_one_fit(directory, monkeypatch) -> None:
     train(undisturbed, None)
     slow = Slow(monkeypatch, steps=STEPS)
     frequent = hvd.callbacks.Checkpoint(directory / "frequent", save_freq=STEPS - 1)
-    others = [hvd.callbacks.Checkpoint(directory), slow.callback]
-    interrupt(build(adam), frequent, 2 * STEPS, *others)
+    others = [hvd.callbacks.Checkpoint(directory / "seldom", save_freq=STEPS - 2), slow.callback]
+    interrupt(build(adam), frequent, 2 * STEPS - 1, *others)
     monkeypatch.undo()
-    for folder in (directory, directory / "frequent"):
-        again = build(adam)
-        train(again, hvd.callbacks.Checkpoint(folder))
+    # Both are within the second epoch, and the newer one restores.
+    for names in ("seldom", "frequent"), ("frequent", "seldom"), ("seldom",):
+        copy = directory.parent / " ".join(names)
+        if RANK == 0:
+            shutil.copytree(directory, copy)
+        hvd.barrier()
+        again, steps = build(adam), training.Crash(0)
+        train(again, *(hvd.callbacks.Checkpoint(copy / name) for name in names), steps)
+        assert -steps.left == (EPOCHS - 2) * STEPS + (2 if names == ("seldom",) else 1)
         assert_same_state(again, undisturbed)
