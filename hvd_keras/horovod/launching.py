@@ -9,16 +9,8 @@ from hvd_keras.launch import run_function
 
 # Arguments of ``horovod.run`` that are options of hvdrun, under these names of horovodrun.
 _OPTIONS = (
-    *(
-        "min_num_proc",
-        "min_np",
-        "max_num_proc",
-        "max_np",
-        "reset_limit",
-        "hostfile",
-        "host_discovery_script",
-        "mpi_args",
-    ),
+    *("min_num_proc", "min_np", "max_num_proc", "max_np", "reset_limit", "mpi_args"),
+    *("hostfile", "host_discovery_script"),
     *("start_timeout", "ssh_port", "ssh_identity_file", "output_filename"),
     *("network_interface", "network_interfaces"),
 )

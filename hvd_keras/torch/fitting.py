@@ -125,9 +125,8 @@ def nothing(*_: Any, **__: Any) -> Any:
     """Stand for what is done, or is there, on TensorFlow alone."""
 
 
-synchronize = repeats = repeated = build_step = build_metrics = weigh_classes = (
-    validate_together
-) = nothing
+synchronize = weigh_classes = validate_together = nothing
+repeats = repeated = build_step = build_metrics = nothing
 
 
 def check(model: Any) -> None:

@@ -140,28 +140,27 @@ def build_step(model: Any, element_spec: Any) -> None:
     if not getattr(model.optimizer, "built", True):
         model.optimizer.build(model.trainable_variables)
     metrics, losses = model._compile_metrics, model._compile_loss
-    is_known, given = row_trials.is_of_keras(type(model).call), None
-    if is_known:
-        is_single = isinstance(model, keras.Sequential) and len(model.outputs) == 1
-        given = keras.tree.map_structure(
-            lambda one: tf.TensorSpec(one.shape, one.dtype),
-            model.outputs[0] if is_single else model.output,  # nested
-        )
-    has_losses = keras.tree.is_nested(given) and losses is not None and not losses.built
-    if (metrics is None or metrics.built) and not has_losses:
-        return
+    waits = metrics is not None and not metrics.built
+    is_known = row_trials.is_of_keras(type(model).call)
     x, y, weight = keras.utils.unpack_x_y_sample_weight(element_spec)
 
     def update(x: Any, y: Any, y_pred: Any, weight: Any) -> None:
         y_pred = y_pred if is_known else model(x, training=True)
         if keras.tree.is_nested(y_pred) and losses is not None:
             losses(y, y_pred, weight)
-        if metrics is not None:
+        if waits:
             metrics.update_state(y, y_pred, weight)
+
+    def outputs() -> Any:
+        is_single = isinstance(model, keras.Sequential) and len(model.outputs) == 1
+        outputs = model.outputs[0] if is_single else model.output  # nested
+        return keras.tree.map_structure(lambda one: tf.TensorSpec(one.shape, one.dtype), outputs)
 
     with agree.within(agree.is_building, True):
         try:
-            tf.function(update, autograph=False).get_concrete_function(x, y, given, weight)
+            given = outputs() if is_known else None
+            if waits or (keras.tree.is_nested(given) and losses is not None and not losses.built):
+                tf.function(update, autograph=False).get_concrete_function(x, y, given, weight)
         except Exception as error:  # the step will raise it, or create them
             log.logger.debug("metrics cannot be made before the first step: %r", error)
 
