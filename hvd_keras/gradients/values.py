@@ -35,7 +35,7 @@ def row_hashes(data: Any) -> list[int] | None:
     for part in flatten(data):
         if part is None:
             continue
-        if not getattr(part, "shape", ()) or not is_array(part):
+        if not is_array(part) or len(part.shape) == 0:
             return None
         rows = int(part.shape[0])
         head = np.asarray(part[:_ROWS])  # rows that are all equal, such as padding, say nothing

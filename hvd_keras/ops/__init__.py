@@ -25,6 +25,7 @@ from hvd_keras.ops.allreduce import is_reduced as is_reduced
 from hvd_keras.ops.allreduce import reduce_tensors as reduce_tensors
 from hvd_keras.ops.allreduce import wait_for as wait_for
 from hvd_keras.ops.movement import allgather as allgather
+from hvd_keras.ops.movement import allgather_rows as allgather_rows
 from hvd_keras.ops.movement import alltoall as alltoall
 from hvd_keras.ops.movement import broadcast as broadcast
 from hvd_keras.ops.movement import grouped_allgather as grouped_allgather

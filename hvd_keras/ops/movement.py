@@ -7,7 +7,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_keras.ops import validate
+from hvd_keras.ops.allreduce import reduce_tensors
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
+from hvd_keras.runtime.reductions import Max, Sum
 
 
 def allgather(
@@ -163,3 +165,38 @@ def alltoall(
         process_set=process_set.id(),
     )
     return received if splits is None else (received, tf.cast(received_splits, tf.int32))
+
+
+def allgather_rows(value: Any, name: str, process_set: ProcessSet) -> Any:
+    """Return all ranks' rows of the tensors in a structure, with their masks; of scalars the mean.
+
+    Rows are padded to the longest of all ranks.
+    """
+
+    def of_all(part: Any, name: str) -> Any:
+        part = tf.convert_to_tensor(part)
+        if part.shape.rank == 0:
+            part = part / tf.cast(process_set.size(), part.dtype)
+            return reduce_tensors([part], op=Sum, name=name, process_set=process_set)[0]
+        gathered = padded(part, name)
+        for also in ("_keras_mask", "_keras_logits"):  # which losses of Keras use
+            rows = getattr(part, also, None)
+            if rows is not None:
+                setattr(gathered, also, padded(rows, name + also))
+        return gathered
+
+    def padded(rows: Any, name: str) -> Any:
+        if rows.shape.rank > 1 and not validate.is_compiling():
+            # A rank may have padded its batch to its own longest row; one process pads all.
+            sizes = tf.shape(rows)[1:]
+            (most,) = reduce_tensors(
+                [sizes], op=Max, name=f"{name} padding", process_set=process_set
+            )
+            missing = tf.concat([[0], most - sizes], 0)
+            rows = tf.pad(rows, tf.stack([tf.zeros_like(missing), missing], 1))
+        return allgather(rows, name=name, process_set=process_set)
+
+    parts = enumerate(tf.nest.flatten(value))
+    return tf.nest.pack_sequence_as(
+        value, [part if part is None else of_all(part, f"{name} {i}") for i, part in parts]
+    )

@@ -41,8 +41,9 @@ def of_compile(loss: Any, value: Any, y_pred: Any, own: Any) -> Any:
     If a step of one's own divides it by the number of this rank's rows, so does its gradient: that
     is then a mean, and those of the ranks are averaged. ``own``: the ``losses.Weighing``.
     """
-    total = own.process_set.size() / own.parts if own.is_in_total else 1.0
+    total = 1.0 if own.parts is None else own.process_set.size() / own.parts
     first: Any = next(iter(tf.nest.flatten(y_pred)), None)
+    parts = own.parts_of(first) if own.parts is None else own.parts
     rows = first.shape[0] if getattr(first, "shape", None) else None
     mine = {None, rows, value.shape.num_elements() if value.shape.rank else None}
 
@@ -55,7 +56,7 @@ def of_compile(loss: Any, value: Any, y_pred: Any, own: Any) -> Any:
                     "of this rank's rows. What it logs of that is too large, by the number of "
                     "ranks; the gradients are right."
                 )
-            return upstream / tf.cast(own.parts, upstream.dtype)
+            return upstream / tf.cast(parts, upstream.dtype)
         if rows is None and (large := [one for one in divisors if one and one > _FEW]):
             missing_calls.warn_if_averaged(
                 "a train_step or compute_loss divides the loss of compile, which adds up rows, by "
@@ -82,7 +83,9 @@ def _divisors(upstream: Any, optimizer: Any, total: Any) -> Iterator[float | Non
     if hasattr(upstream, "numpy"):  # perhaps scaled by the optimizer
         largest = float(np.abs(upstream / tf.cast(total, upstream.dtype)).max(initial=0))
         scale = float(optimizer.scale_loss(1.0)) if hasattr(optimizer, "scale_loss") else 1.0
-        yield from (round(one / largest, 3) for one in {1.0, scale} if 0 < largest < one)
+        for number in (one / largest for one in {1.0, scale} if 0 < largest < one):
+            is_whole = abs(number - round(number)) < 1e-5 * number
+            yield float(round(number)) if is_whole else number
         return
     waiting, seen = [upstream.op], set()
     while waiting:

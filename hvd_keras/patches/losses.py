@@ -26,7 +26,6 @@ from tensorflow.python.autograph.core import ag_ctx
 
 from hvd_keras import ops
 from hvd_keras.gradients import agreement, missing_calls, origin, specs
-from hvd_keras.ops.validate import is_compiling
 from hvd_keras.patches import divided_losses
 from hvd_keras.patches.divided_losses import name_of
 from hvd_keras.runtime import agree, rank_info
@@ -53,19 +52,20 @@ class Weighing:
     logs_outputs: bool = False  # Keras logs the loss of each output, too
     # What that is multiplied by if each step counts alike in it; 0 if each row does.
     by_steps: Any = None
-    is_in_total: bool = False  # compute_loss runs, whose result counts by rows
-    has_total: bool = False  # it has run
+    counted: int = 0  # numbers of rows that ranks have exchanged
+    # While compute_loss runs, whose result counts by rows: how many times them all ranks have.
+    parts: Any = None
+    has_total: bool | None = None  # it has run, and has returned numbers
 
-    @functools.cached_property
-    def parts(self) -> Any:
-        """How many times this rank's rows all ranks have in this step; float64 if they count."""
-        if not self.counts_rows:
+    def parts_of(self, rows: Any) -> Any:
+        """How many times the rows of a tensor all ranks have; float64, or their number."""
+        if not (self.counts_rows and _has_rows(rows)):
             return self.process_set.size()
-        data = next(one for one in tf.nest.flatten(self.data) if one is not None)
-        rows = data.nrows() if isinstance(data, tf.RaggedTensor) else tf.shape(data)[0]
-        mine, of_all = tf.cast(rows, tf.float64), self.process_set
+        number = rows.nrows() if isinstance(rows, tf.RaggedTensor) else tf.shape(rows)[0]
+        mine, of_all = tf.cast(number, tf.float64), self.process_set
+        self.counted += 1
         call = functools.partial(ops.reduce_tensors, op=ops.Sum, process_set=of_all)
-        return call([mine], name="rows of a step")[0] / mine
+        return call([mine], name=f"rows of a step {self.counted}")[0] / mine
 
     @property
     def trains_mean(self) -> bool:
@@ -153,17 +153,26 @@ def weighed(
 
 def _compute_loss(own: Weighing, compute_loss: Any, *args: Any, **kwargs: Any) -> Any:
     """Let all that a model adds up as its loss count by rows, as on one process."""
-    share = own.process_set.size() / own.parts
-    with replaced(own, "is_in_total", True):
+    given = dict(zip(("x", "y", "y_pred"), args, strict=False)) | kwargs
+    rows = next((one for one in tf.nest.flatten(given.get("y_pred")) if _has_rows(one)), None)
+    if rows is None:  # losses are weighed by themselves
+        return compute_loss(*args, **kwargs)
+    parts = own.parts_of(rows)
+    with replaced(own, "parts", parts):
         value = compute_loss(*args, **kwargs)
-    own.has_total = True
+    own.has_total = own.has_total or False
 
     def by_rows(part: Any) -> Any:
         if not getattr(getattr(part, "dtype", None), "is_floating", False):
             return part
-        return _with_gradient_of(tf.cast(share, part.dtype) * part, part)
+        own.has_total = True
+        return _with_gradient_of(tf.cast(own.process_set.size() / parts, part.dtype) * part, part)
 
     return tf.nest.map_structure(by_rows, value)  # one's own may return several
+
+
+def _has_rows(one: Any) -> bool:
+    return isinstance(one, (tf.Tensor, tf.RaggedTensor)) and one.shape.rank != 0
 
 
 def _converted() -> AbstractContextManager[None]:
@@ -235,8 +244,9 @@ def _of_compile(own: Weighing, of_compile: Any, call: Any, *args: Any, **kwargs:
 
 def _tell_what_counts_by_rank(own: Weighing) -> None:
     added = any(getattr(layer, "_losses", ()) for layer in own.model._flatten_layers())
-    if not own.has_total and (not own.calls or added):
+    if own.has_total is False or (own.has_total is None and (not own.calls or added)):
         what = "add_loss or an activity regularizer" if own.calls else "no keras.losses.Loss"
+        what = what if own.has_total is None else "a compute_loss that returns no tensor"
         missing_calls.tell(
             f"the ranks may have batches of different sizes, and this model trains with {what}: "
             "each rank counts alike in it, not each row. Use self.compute_loss, a Loss, or "
@@ -257,13 +267,14 @@ def _of_all_rows(own: Weighing, regularizer: Any, output: Any) -> Any:
     if kind != "whole":
         value = regularizer(output)
         # A mean that Keras divides by this rank's rows; and a sum that it does not divide.
-        factor = (1 / own.parts if kind == "mean" else 1) * (own.parts if adds_up else 1)
+        parts = own.parts_of(output) if (kind == "mean") != adds_up else 1
+        factor = 1 / parts if kind == "mean" else parts
         return own.together(lambda: value * tf.cast(factor, value.dtype), lambda: value)
     own.regularizers += 1
     name = f"regularizer {own.regularizers}"
 
     def of_all() -> Any:
-        value = regularizer(_gather(output, name, own.process_set))
+        value = regularizer(ops.allgather_rows(output, name, own.process_set))
         return value if adds_up else value / tf.cast(size, value.dtype)
 
     return own.together(of_all, lambda: regularizer(output))
@@ -322,7 +333,7 @@ def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
 
     def of_all() -> Any:
         with agree.within(weighing, None), _converted():
-            value = loss_call(loss, *_gather(arguments, name, process_set))
+            value = loss_call(loss, *ops.allgather_rows(arguments, name, process_set))
         return value / tf.cast(process_set.size(), value.dtype) if divides else value
 
     def alone() -> Any:
@@ -368,13 +379,13 @@ def _weigh(
         )
     if reduction in (None, "none") and own.trains_mean:
         # The gradient of a vector is that of its sum; the vector itself is logged.
-        scale = tf.cast(own.parts, value.dtype) if own.is_in_total else size
+        scale = size if own.parts is None else tf.cast(own.parts, value.dtype)
         return _with_gradient_of(scale * value, value)
     is_sum = reduction == "sum"
     if is_sum and not own.averages and own.is_together is None:
         # The sum of all ranks is logged; the total of the step is weighed as a mean.
-        parts = tf.cast(own.parts, value.dtype)
-        return _with_gradient_of(value * parts / size if own.is_in_total else value, parts * value)
+        parts = size if own.parts is None else tf.cast(own.parts, value.dtype)
+        return _with_gradient_of(parts / size * value, value if own.is_own else parts * value)
     if is_sum and own.is_together is None and not own.counts_rows:
         return size * value  # the mean over N ranks of N times each rank's sum is the sum of all
     counts = own.is_together is not None or own.counts_rows
@@ -406,7 +417,7 @@ def _weigh(
     own.by_steps = by_steps if counts else None
     entries = tf.ones_like(entries) if is_sum else entries  # it is divided by none
     logged = tf.cast(tf.math.divide_no_nan(entries, of_rows), value.dtype) * value
-    if not own.counts_rows or own.is_in_total:
+    if not own.counts_rows or own.parts is not None:
         return logged
     return _with_gradient_of(size * tf.cast(entries, value.dtype) * value, logged)
 
@@ -438,7 +449,9 @@ def update(
         update_alone(metric, *rows)
         return tf.zeros([])  # of tf.cond
 
-    own.together(lambda: updated(_gather(given, name, own.process_set)), lambda: updated(given))
+    own.together(
+        lambda: updated(ops.allgather_rows(given, name, own.process_set)), lambda: updated(given)
+    )
 
 
 def _log(own: Weighing, update: Any, value: Any, sample_weight: Any = None) -> None:
@@ -448,38 +461,6 @@ def _log(own: Weighing, update: Any, value: Any, sample_weight: Any = None) -> N
         sample_weight = tf.where(own.by_steps > 0, 1, rows)
         value *= tf.cast(tf.where(own.by_steps > 0, own.by_steps, 1), value.dtype)
     update(value, sample_weight=sample_weight)
-
-
-def _gather(value: Any, name: str, process_set: ProcessSet) -> Any:
-    """All ranks' rows of tensors in a structure; of scalars their mean."""
-
-    def of_all(part: Any, name: str) -> Any:
-        part = tf.convert_to_tensor(part)
-        if part.shape.rank == 0:
-            part = part / tf.cast(process_set.size(), part.dtype)
-            (total,) = ops.reduce_tensors([part], op=ops.Sum, name=name, process_set=process_set)
-            return total
-        gathered = rows_of_all(part, name)
-        for also in ("_keras_mask", "_keras_logits"):  # which losses of Keras use
-            if (rows := getattr(part, also, None)) is not None:
-                setattr(gathered, also, rows_of_all(rows, name + also))
-        return gathered
-
-    def rows_of_all(rows: Any, name: str) -> Any:
-        if rows.shape.rank > 1 and not is_compiling():
-            # A rank may have padded its batch to its own longest row; one process pads all.
-            sizes = tf.shape(rows)[1:]
-            (most,) = ops.reduce_tensors(
-                [sizes], op=ops.Max, name=f"{name} padding", process_set=process_set
-            )
-            missing = tf.concat([[0], most - sizes], 0)
-            rows = tf.pad(rows, tf.stack([tf.zeros_like(missing), missing], 1))
-        return ops.allgather(rows, name=name, process_set=process_set)
-
-    parts = enumerate(tf.nest.flatten(value))
-    return tf.nest.pack_sequence_as(
-        value, [part if part is None else of_all(part, f"{name} {i}") for i, part in parts]
-    )
 
 
 def _with_gradient_of(one: Any, value: Any) -> Any:

@@ -109,21 +109,25 @@ def build(model: Any, element_spec: Any, whole_step: bool = False) -> Exception 
     traced = step if has_own_step or whole_step else forward
     if hasattr(model, "_autoconvert_optionals"):
         traced = model._autoconvert_optionals(traced)
+    failure = None
     with agree.within(agree.is_building, True):
-        try:
-            with contextlib.ExitStack() as stack:
-                # Even after tf.config.run_functions_eagerly(True), for this time.
-                stack.callback(tf.config.run_functions_eagerly, tf.config.functions_run_eagerly())
-                tf.config.run_functions_eagerly(False)
-                tf.function(traced, autograph=is_legacy).get_concrete_function(element_spec)
-        except Exception as error:
-            log.logger.debug(
-                "model %s cannot be traced before its first step: %r", model.name, error
-            )
-            if has_own_step or not model.run_eagerly or not _call_on_zeros(model, element_spec):
-                return error
-    unused[model] = unbuilt(model)
-    return None
+        with contextlib.ExitStack() as stack:
+            stack.callback(tf.config.run_functions_eagerly, tf.config.functions_run_eagerly())
+            # Functions within must not keep what is traced here, unless they need AutoGraph.
+            for inline in (True, False):
+                tf.config.run_functions_eagerly(inline)
+                try:
+                    tf.function(traced, autograph=is_legacy).get_concrete_function(element_spec)
+                    failure = None
+                    break
+                except Exception as error:
+                    log.logger.debug("%s cannot be traced before its step: %r", model.name, error)
+                    failure = error
+        if failure is not None and model.run_eagerly and not has_own_step:
+            failure = None if _call_on_zeros(model, element_spec) else failure
+    if failure is None:
+        unused[model] = unbuilt(model)
+    return failure
 
 
 def build_step(model: Any, element_spec: Any) -> None:
@@ -159,7 +163,8 @@ def build_step(model: Any, element_spec: Any) -> None:
     with agree.within(agree.is_building, True):
         try:
             given = outputs() if is_known else None
-            if waits or (keras.tree.is_nested(given) and losses is not None and not losses.built):
+            several = keras.tree.is_nested(given if is_known else y)
+            if waits or (several and losses is not None and not losses.built):
                 tf.function(update, autograph=False).get_concrete_function(x, y, given, weight)
         except Exception as error:  # the step will raise it, or create them
             log.logger.debug("metrics cannot be made before the first step: %r", error)

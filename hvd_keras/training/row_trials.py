@@ -232,7 +232,12 @@ def loss_that_mixes(model: Any, element_spec: Any) -> str:
     mixes = False
     if is_own and all(one is None or is_sum(one) for one in local):
         try:
-            with agree.within(agree.is_building, True), agree.within(without_losses, True):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(agree.within(agree.is_building, True))
+                stack.enter_context(agree.within(without_losses, True))
+                # No function within may keep what is traced here.
+                stack.callback(tf.config.run_functions_eagerly, tf.config.functions_run_eagerly())
+                tf.config.run_functions_eagerly(True)
                 mixes = _adds_no_mean(model, element_spec)
         except Exception as error:
             log.logger.debug("compute_loss of %s cannot be tried: %r", model.name, error)

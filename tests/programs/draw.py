@@ -60,8 +60,8 @@ CHOICES: dict[str, Any] = {
     "table": "plain divided",
     "normalization": [False, True],
     # The model's own train_step, with a tape, two optimizers, or a mean of the losses of rows; or
-    # its own compute_loss.
-    "step": "keras own tape second divides adds",
+    # its own compute_loss, as it is or in a tf.function.
+    "step": "keras own tape second divides adds function",
     "op": "mean sum",  # of the ranks' gradients
     "multi": [False, True],  # MultiOptimizer
     "compression": "none fp16 bf16",
@@ -151,7 +151,8 @@ IMPOSSIBLE: list[Rule] = [
     (lambda s: s.step == "tape", ["backward_passes"]),
     # Keras adds regularizers to the losses of rows, and those of half floats to none.
     (lambda s: s.step == "divides", ["outputs", "reduction", "regularizer"]),
-    (lambda s: s.step == "adds", ["reduction"]),
+    # Activities are tensors of the graph that calls the function, which outlives its variables.
+    (lambda s: s.step == "function", ["outputs", "regularizer"]),
     (lambda s: s.is_sequence and s.metrics == "whole", ["metrics"]),
     (lambda s: s.precision != "float32" and s.regularizer == "activity", ["regularizer"]),
     (lambda s: s.step == "divides" and s.loss == "custom", ["loss"]),
@@ -183,7 +184,7 @@ EXCLUDED: list[Rule] = [
     # that give no row its own.
     (lambda s: s.pads, ["reduction"]),
     (lambda s: s.pads and s.regularizer in ("activity", "own"), ["regularizer"]),
-    (lambda s: s.pads and s.step == "adds", ["step"]),
+    (lambda s: s.pads and s.step in ("adds", "function"), ["step"]),
     (lambda s: s.pads and s.loss in ("dice", "custom"), ["loss"]),
     (lambda s: s.pads and (s.body == "batchnorm" or s.is_sequence), ["body"]),
     (lambda s: s.pads and s.metrics in ("metrics", "both", "whole"), ["metrics"]),

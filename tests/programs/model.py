@@ -258,7 +258,7 @@ class SteppingNet(Stepping, Net):
 def build(spec: View, number: int, noise: float, side: Side) -> Any:
     """A new model; ``number`` decides about its weights, which ``noise`` changes."""
     kinds = {"keras": (keras.Model, keras.Sequential, Net)}
-    kinds["adds"] = (AddingModel, AddingSequential, AddingNet)
+    kinds["adds"] = kinds["function"] = (AddingModel, AddingSequential, AddingNet)
     functional, sequential, subclassed = kinds.get(
         spec.step, (SteppingModel, SteppingSequential, SteppingNet)
     )
@@ -356,6 +356,8 @@ def prepare(model: Any, spec: View, side: Side) -> None:
     if spec.step == "tape" and side.hvd:
         model.tape = functools.partial(_distributed, model=model, spec=spec, side=side)
     model.divides = spec.step == "divides"
+    if spec.step == "function":
+        model.compute_loss = tf.function(type(model).compute_loss.__get__(model))
     if spec.step == "second":
         second = keras.optimizers.SGD(0.05, momentum=0.5, name="second")
         model.second = _distributed(second, model, spec, side) if side.hvd else second

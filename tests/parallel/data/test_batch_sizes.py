@@ -90,6 +90,33 @@ def test_each_row_counts_alike_in_a_sum() -> None:
         np.testing.assert_allclose(history[name], values, rtol=1e-4, err_msg=name)
 
 
+def test_rows_of_predictions_count() -> None:
+    """Not those of the data, such as edges of a graph with predictions for its nodes."""
+
+    class Nodes(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+
+        def call(self, x):
+            return self.dense(x["nodes"]) + 0 * keras.ops.mean(x["edges"])
+
+    def data(rank: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        x = np.random.default_rng(rank).normal(size=(SIZES[rank], 2)).astype("float32")
+        return {"edges": np.ones((7 - SIZES[rank], 2), "float32"), "nodes": x}, x[:, :1] + rank
+
+    specs = tf.TensorSpec([None, 2]), tf.TensorSpec([None, 1])
+    signature = {"edges": specs[0], "nodes": specs[0]}, specs[1]
+    mine = tf.data.Dataset.from_generator(lambda: [data(RANK)], output_signature=signature)
+    model = Nodes()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)), "mse")
+    first = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(mine, steps_per_epoch=1, verbose=0, callbacks=[first])
+    every = [data(rank) for rank in range(SIZE)]
+    x, y = (np.concatenate(p) for p in zip(*((x["nodes"], y) for x, y in every), strict=True))
+    np.testing.assert_allclose(model.dense.kernel, 2 * x.T @ y / TOTAL, rtol=1e-4)
+
+
 @pytest.mark.parametrize("uneven", ["share", "pad", "trim"])
 def test_each_row_is_used_once(uneven: str) -> None:
     length = 2 * TOTAL + TOTAL // 2  # the last step is short
