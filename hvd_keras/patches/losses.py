@@ -62,10 +62,14 @@ class Weighing:
         if not (self.counts_rows and _has_rows(rows)):
             return self.process_set.size()
         number = rows.nrows() if isinstance(rows, tf.RaggedTensor) else tf.shape(rows)[0]
-        mine, of_all = tf.cast(number, tf.float64), self.process_set
         self.counted += 1
-        call = functools.partial(ops.reduce_tensors, op=ops.Sum, process_set=of_all)
-        return call([mine], name=f"rows of a step {self.counted}")[0] / mine
+        (total,) = ops.reduce_tensors(
+            [tf.cast(number, tf.float64)],
+            op=ops.Sum,
+            name=f"rows of a step {self.counted}",
+            process_set=self.process_set,
+        )
+        return total / tf.maximum(tf.cast(number, tf.float64), 1e-9)  # a rank may have none
 
     @property
     def trains_mean(self) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
+from hvd_keras.gradients import shards
 from hvd_keras.gradients.agreement import handle_of
 from hvd_keras.runtime import agree, log
 from hvd_keras.runtime.keras import is_legacy, keras, replaced
@@ -250,36 +251,39 @@ def _adds_no_mean(model: Any, element_spec: Any) -> bool:
         options = {"training": False} if getattr(model, "_call_has_training_arg", True) else {}
         return model.compute_loss(x=x, y=y, y_pred=model(x, **options), sample_weight=weight)
 
-    traced = tf.function(total, autograph=False).get_concrete_function(element_spec)
+    specs = tf.nest.map_structure(
+        lambda spec: tf.TensorSpec([None, *spec.shape[1:]], spec.dtype), element_spec
+    )
+    traced = tf.function(total, autograph=False).get_concrete_function(specs)
     if any(node.op.startswith("Hvd") for nodes in _nodes(traced) for node in nodes):
         return False
     random = np.random.default_rng(1)
-    # Metrics that it updates must not change.
-    handles = {id(v.handle): _copy(v, random) for v in traced.variables}
+    # Metrics that it updates must not change; inference assigns no weights, which may be large.
+    weights = {id(shards.inner_variable(weight).handle) for weight in model.weights}
+    others = [v for v in traced.variables if id(v.handle) not in weights]
+    handles = {id(v.handle): _copy(v, random) for v in others}
     traced.set_external_captures([handles.get(id(c), c) for c in traced.captured_inputs])
 
     def loss_of(*parts: Any) -> float:
-        half = tf.nest.flatten(parts[0])[0].shape[0] // 2
-        joined = tf.nest.map_structure(lambda *rows: tf.concat([r[:half] for r in rows], 0), *parts)
+        joined = tf.nest.map_structure(lambda *rows: tf.concat(rows, 0), *parts)
         return float(traced(joined))
 
-    found = []
-    for _ in range(_TRIALS):  # few ids occur, which halves may have in common
+    mixes = False
+    for _ in range(_TRIALS):  # few ids occur, which both parts may have in common
         one, other = (
-            tf.nest.map_structure(lambda s: _drawn(s, random), element_spec) for _ in "12"
+            tf.nest.map_structure(lambda spec: _drawn(spec, _ROWS, random), specs) for _ in "12"
         )
-        pairs = (one, one), (other, other), (one, other)
-        same, again = ([loss_of(*pair) for pair in pairs] for _ in "12")
-        mean = np.array(same[0] / 2 + same[1] / 2)
-        found.append(same == again and not _close(np.array(same[2]), mean))
+        both, mean = loss_of(one, other), loss_of(one, one) / 2 + loss_of(other, other) / 2
+        if not _close(np.array(both), np.array(mean)):
+            mixes |= both == loss_of(one, other)  # it draws nothing
     for handle in handles.values():
         tf.raw_ops.DestroyResourceOp(resource=handle)
-    return any(found)
+    return mixes
 
 
-def _drawn(spec: Any, random: Any) -> Any:
+def _drawn(spec: Any, rows: int, random: Any) -> Any:
     """Random rows of a spec."""
-    size = [spec.shape[0] or 2, *(32 if n is None else n for n in spec.shape[1:])]
+    size = [rows, *(32 if n is None else n for n in spec.shape[1:])]
     if spec.dtype.is_floating:
         return tf.cast(random.normal(size=size), spec.dtype)
     labels = tf.constant(random.integers(0, 2, size))
@@ -328,7 +332,10 @@ def _first_that_mixes(model: Any, parts: Sequence[Any], element_spec: Any) -> st
     traced = tf.function(forward, autograph=False).get_concrete_function(x)
     if any(node.op.startswith(("Assign", "Hvd")) for nodes in _nodes(traced) for node in nodes):
         return ""
-    one, other = (tf.nest.map_structure(lambda spec: _drawn(spec, random), x) for _ in "12")
+    one, other = (
+        tf.nest.map_structure(lambda spec: _drawn(spec, spec.shape[0] or 2, random), x)
+        for _ in "12"
+    )
     rows = tf.nest.flatten(one)[0].shape[0]
     half = rows // 2
 

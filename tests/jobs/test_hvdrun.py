@@ -386,7 +386,7 @@ def test_verbose_shows_the_command(hvdrun):
 def test_help_and_version(hvdrun):
     text = hvdrun.run("--help").stdout
     options = re.findall(r"^  (-\S.*?)(?=^  -|\Z)", text, re.MULTILINE | re.DOTALL)
-    assert len(options) == 38
+    assert len(options) == 39
     first = " ".join(option.split()[0].strip(",") for option in options[:10])
     assert first == (
         "-np -H --oversubscribe -m --max-restarts --output-dir --stats --verbose --check -h"

@@ -27,6 +27,8 @@ def test_a_rank_that_was_killed_after_another_has_ended_well_is_named() -> None:
         told = judge([well, gone(1, 10.0 + 2 * TIE)], 137).lines
         assert told == ["rank 1 on server failed first: killed before it could report", told[1]]
         assert judge([well, gone(1, 10.0 + TIE / 2)], 137).lines[0].startswith("rank 0 exited")
+        waiting = Report(1, None, 10.0 + 2 * TIE, phase="arrived", gone=True)
+        assert judge([well, waiting], 137).lines[0].startswith("rank 0 exited")
 
 
 def test_ranks_that_were_asked_to_end_have_not_succeeded() -> None:

@@ -67,9 +67,13 @@ class Report:
         """Whether hvd_keras or MPI, not the script, ended the rank because of another one."""
         if self.status not in FOLLOWERS:
             return False
-        waits_in_mpi = self.phase in ("arrived", "leaving")
         mpi_ended_it = self.status == MPI_LOST and self.phase == "joined"
-        return "follows" in self.marks or waits_in_mpi or mpi_ended_it
+        return "follows" in self.marks or self.waits_in_mpi or mpi_ended_it
+
+    @property
+    def waits_in_mpi(self) -> bool:
+        """Whether the rank was in MPI_Init or MPI_Finalize, which wait for all."""
+        return self.phase in ("arrived", "leaving")
 
     def describe(self, why_ended: str = "hvdrun") -> str:
         """Return the rank's state as text; `why_ended` says who ended those that were asked to."""
@@ -178,8 +182,10 @@ def judge(
     latest = float("inf") if culprit is None else culprit.time + TIE
     if orphan.orphaned < latest and not was_killed:  # its daemons die of that
         return verdict(1, f"mpirun's daemon on {orphan.host} died first, above {names([orphan])}")
-    # The daemons of a killed mpirun end the ranks, MPICH's by killing their workers, too.
-    if culprit is not None and not (was_killed and culprit.status is None):
+    # The daemons of a killed mpirun end the ranks, MPICH's by killing their workers, too; and
+    # mpirun may end those that wait for one that has ended well.
+    was_ended = was_killed or (early and culprit is not None and culprit.waits_in_mpi)
+    if culprit is not None and not (was_ended and culprit.status is None):
         together = _vanished(reports, culprit.time + TIE) if culprit.status is None else []
         if together[1:]:  # as when SLURM kills a step
             cause = (
