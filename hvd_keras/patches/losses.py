@@ -420,6 +420,8 @@ def _weigh(
     entries, of_rows, by_steps = tf.unstack(own.together(shares, lambda: alone))
     own.by_steps = by_steps if counts else None
     entries = tf.ones_like(entries) if is_sum else entries  # it is divided by none
+    # A loss may see other rows than compute_loss, such as tokens.
+    of_rows = of_rows if own.parts is None else 1 / own.parts
     logged = tf.cast(tf.math.divide_no_nan(entries, of_rows), value.dtype) * value
     if not own.counts_rows or own.parts is not None:
         return logged

@@ -281,7 +281,7 @@ def test_a_job_that_is_too_short_to_be_divided_says_so(launcher: Launcher) -> No
 
 # Prints losses before and after an interrupt, and after the death of a worker.
 SESSION = """
-import os, pathlib, signal, sys
+import contextlib, os, pathlib, signal, sys
 import hvd_keras as hvd
 if sys.argv[1] == "session":
     hvd.auto(np=3)
@@ -310,12 +310,13 @@ if sys.argv[1] == "session":
         print(error, file=sys.stderr)
     job = f"HVDRUN_JOB={os.environ['HVDRUN_JOB']}".encode()
     for folder in pathlib.Path("/proc").glob("[0-9]*"):
-        command = (folder / "cmdline").read_bytes().split(b"\\0")
-        if command[1:4] == [b"-m", b"hvd_keras.auto", b"--session"]:
-            variables = (folder / "environ").read_bytes().split(b"\\0")
-            ranks = b"OMPI_COMM_WORLD_RANK=2", b"PMI_RANK=2"
-            if job in variables and any(rank in variables for rank in ranks):
-                os.kill(int(folder.name), signal.SIGKILL)
+        with contextlib.suppress(OSError):  # it has ended
+            command = (folder / "cmdline").read_bytes().split(b"\\0")
+            if command[1:4] == [b"-m", b"hvd_keras.auto", b"--session"]:
+                variables = (folder / "environ").read_bytes().split(b"\\0")
+                ranks = b"OMPI_COMM_WORLD_RANK=2", b"PMI_RANK=2"
+                if job in variables and any(rank in variables for rank in ranks):
+                    os.kill(int(folder.name), signal.SIGKILL)
     before = net.get_weights()
     try:
         fit()

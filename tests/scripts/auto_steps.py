@@ -1,5 +1,6 @@
 """Scripts of one process that depend on whole batches, on the way in which they end, or on both."""
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -150,8 +151,9 @@ def kills():
     fit("kills", net, "sgd")
     me = pathlib.Path("/proc/self/cmdline").read_bytes()
     for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
-        if int(path.parent.name) != os.getpid() and path.read_bytes() == me:
-            os.kill(int(path.parent.name), signal.SIGKILL)
+        with contextlib.suppress(OSError):  # it has ended
+            if int(path.parent.name) != os.getpid() and path.read_bytes() == me:
+                os.kill(int(path.parent.name), signal.SIGKILL)
     fit("kills", net, "sgd")
 
 
