@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 from hvd_keras.gradients import shards
-from hvd_keras.runtime.keras import innermost, keras, optimizer_classes
+from hvd_keras.runtime.keras import innermost, keras, optimizer_classes, overrides
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.runtime.reductions import ReduceOp
 
@@ -48,7 +48,7 @@ def optimizers_of(model: Any, within: bool = False) -> list[Any]:
             those that compile has given models within it, if they are distributed.
     """
     optimizers = [*_optimizers_in(getattr(model, "optimizer", None)), *_optimizers_in(vars(model))]
-    if within and type(model).train_step is not keras.Model.train_step:
+    if within and overrides(model, "train_step"):
         for layer in model._flatten_layers(include_self=False):
             own = getattr(layer, "optimizer", None) if isinstance(layer, keras.Model) else None
             # What compile has given a model within may be unused, and built on some ranks alone.

@@ -240,7 +240,7 @@ async def _replace(spec: JobSpec, sizes: range, first: int, known: Facts) -> Pla
         for name, text in problems.items():
             say_once(f"left out: {name} {text}")
         slots, may_share = found.size, spec.options.oversubscribe
-        if slots in sizes or slots > sizes[-1] or (slots and may_share):
+        if slots >= sizes[0] or (slots and may_share):
             return found.share(max(min(sizes[-1], slots), first if may_share else 0))
         if time.monotonic() >= limit:
             there = f"the hosts that answer have {slots} slots"

@@ -72,10 +72,7 @@ def prepare(own: Fit, dataset: Any) -> None:
         own.problem = broadcasting.build(model, dataset.element_spec)
     several = averaging.size() > 1
     if several and can_look_at(dataset) and model_ranks.averages_rows_of(model):
-        if layer := row_trials.layer_that_mixes(model, dataset.element_spec):
-            own.mixes = f"{layer} computes a row from other rows of the batch"
-        elif loss := row_trials.loss_that_mixes(model, dataset.element_spec):
-            own.mixes = f"{loss} adds what is no mean over the rows of the batch"
+        own.mixes = row_trials.what_mixes(model, dataset.element_spec)
     if process_set.size() > 1 and not is_legacy:
         keras_classes.read_by_rows(model, model._flatten_layers())
 

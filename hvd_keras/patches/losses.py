@@ -29,7 +29,7 @@ from hvd_keras.gradients import agreement, missing_calls, origin, specs
 from hvd_keras.patches import divided_losses
 from hvd_keras.patches.divided_losses import name_of
 from hvd_keras.runtime import agree, rank_info
-from hvd_keras.runtime.keras import call_loss, divisors, is_legacy, keras, replaced
+from hvd_keras.runtime.keras import call_loss, divisors, is_legacy, keras, overrides, replaced
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.training import fit_state, row_trials
 
@@ -117,10 +117,7 @@ def weighed(
         counts = trains and model in fit_state.counting_rows
         trackers = getattr(getattr(model, "_compile_loss", None), "metrics", ())
         own = Weighing(model, process_set, averages, is_together, counts)
-        own.is_own = any(
-            getattr(type(model), name) is not getattr(keras.Model, name)
-            for name in (method, "compute_loss")
-        )
+        own.is_own = overrides(model, method, "compute_loss")
         own.logs_outputs, own.data = bool(trackers), args[0] if args else None
         with contextlib.ExitStack() as stack:
             for metric in trackers:

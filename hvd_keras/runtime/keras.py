@@ -200,3 +200,8 @@ def replaced(owner: Any, attribute: str, value: Any) -> Iterator[None]:
     finally:
         own.pop(attribute, None)
         own.update(before)
+
+
+def overrides(model: Any, *names: str) -> bool:
+    """Whether the class of a model has a method of its own in place of one of ``keras.Model``."""
+    return any(getattr(type(model), name) is not getattr(keras.Model, name) for name in names)

@@ -14,7 +14,7 @@ from hvd_keras import ops
 from hvd_keras.compat import tensorflow_v1
 from hvd_keras.gradients import missing_calls, shards, specs
 from hvd_keras.runtime import agree, log, process_sets
-from hvd_keras.runtime.keras import is_legacy, keras
+from hvd_keras.runtime.keras import is_legacy, keras, overrides
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.training import row_trials
 from hvd_keras.training.variables import of_this_rank, unbuilt, unused
@@ -91,10 +91,7 @@ def build(model: Any, element_spec: Any, whole_step: bool = False) -> Exception 
     Returns:
         The exception that the model raised, if it cannot be traced; then variables may be missing.
     """
-    has_own_step = any(
-        getattr(type(model), name) is not getattr(keras.Model, name)
-        for name in ("train_step", "compute_loss")
-    )
+    has_own_step = overrides(model, "train_step", "compute_loss")
 
     def forward(data: Any) -> None:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
@@ -137,9 +134,8 @@ def build_step(model: Any, element_spec: Any) -> None:
     makes of the losses of several outputs. ``tf.function`` traces a step again that has created
     variables: half of the time until the first step ends.
     """
-    own = (getattr(type(model), name) for name in ("train_step", "compute_loss", "compute_metrics"))
-    of_keras = (keras.Model.train_step, keras.Model.compute_loss, keras.Model.compute_metrics)
-    if tuple(own) != of_keras or model.run_eagerly or not model.trainable_variables:
+    is_own = overrides(model, "train_step", "compute_loss", "compute_metrics")
+    if is_own or model.run_eagerly or not model.trainable_variables:
         return
     if not getattr(model.optimizer, "built", True):
         model.optimizer.build(model.trainable_variables)

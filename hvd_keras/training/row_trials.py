@@ -18,7 +18,7 @@ import tensorflow as tf
 from hvd_keras.gradients import shards
 from hvd_keras.gradients.agreement import handle_of
 from hvd_keras.runtime import agree, log
-from hvd_keras.runtime.keras import is_legacy, keras, replaced
+from hvd_keras.runtime.keras import is_legacy, keras, overrides, replaced
 
 #: How the loss of a batch follows from its parts: each row has its own; it is the mean of the
 #: parts' losses, or their sum; "whole": none of these; "failed": it cannot be tried; "unknown": it
@@ -200,28 +200,39 @@ def _marks(traced: Any) -> set[float]:
     return {value + beside for value in found for beside in (-1, 0, 1)} - {-1, 0, 1}
 
 
-def layer_that_mixes(model: Any, element_spec: Any) -> str:
+def what_mixes(model: Any, element_spec: Any) -> str:
+    """Say what in a model sees other rows of a batch than one, and how; "" if nothing is found.
+
+    This is found out once.
+    """
+    if model not in _tried and not is_legacy:
+        _tried[model] = ""
+        if layer := _layer_that_mixes(model, element_spec):
+            _tried[model] = f"{layer} computes a row from other rows of the batch"
+        elif loss := _loss_that_mixes(model, element_spec):
+            _tried[model] = f"{loss} adds what is no mean over the rows of the batch"
+    return _tried.get(model, "")
+
+
+def _layer_that_mixes(model: Any, element_spec: Any) -> str:
     """The layer of a model that computes a row of its output from other rows of its input.
 
     What inference computes is tried, unless all layers are Keras's and work on each row. Returns
     "" if there is no such layer, or the model draws, assigns, exchanges, or cannot be tried.
     """
-    if model in _tried or is_legacy:
-        return _tried.get(model, "")
     layers = [*model._flatten_layers()]
     others = [part for layer in layers for part in getattr(layer, "operations", ())]
     parts = list({id(part): part for part in (*layers, *others)}.values())
-    _tried[model] = ""
     if not all(map(works_by_rows, parts)):
         try:
             with agree.within(agree.is_building, True):
-                _tried[model] = _first_that_mixes(model, parts, element_spec)
+                return _first_that_mixes(model, parts, element_spec)
         except Exception as error:
             log.logger.debug("model %s cannot be tried on random rows: %r", model.name, error)
-    return _tried[model]
+    return ""
 
 
-def loss_that_mixes(model: Any, element_spec: Any) -> str:
+def _loss_that_mixes(model: Any, element_spec: Any) -> str:
     """The ``compute_loss`` of a model's own, if what it adds is no mean over the rows of a batch.
 
     Means of predictions stand for losses of ``keras.losses``, which are weighed by themselves. ""
@@ -229,9 +240,8 @@ def loss_that_mixes(model: Any, element_spec: Any) -> str:
     """
     layers = model._flatten_layers()
     local = [getattr(layer, "activity_regularizer", None) for layer in layers]
-    is_own = not is_legacy and type(model).compute_loss is not keras.Model.compute_loss
     mixes = False
-    if is_own and all(one is None or is_sum(one) for one in local):
+    if overrides(model, "compute_loss") and all(one is None or is_sum(one) for one in local):
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(agree.within(agree.is_building, True))
