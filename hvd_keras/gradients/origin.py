@@ -40,6 +40,8 @@ _sums: dict[int, Any] = {}
 _factors: dict[str, float] = {}  # by optimizer
 #: Whether a distributed tape asks the tape in it.
 in_tape = contextvars.ContextVar("a distributed tape asks", default=False)
+#: What tapes have been asked for the gradients of, while a step is tried.
+targets: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("targets", default=None)
 #: Whether this step has called losses of ``compile``: fit weighs those that add up rows.
 has_compiled_loss = contextvars.ContextVar("the step has called compile's losses", default=False)
 # What distributed tapes have returned in graphs: the names of tensors.
@@ -53,6 +55,9 @@ _of_distributed, _of_others = shards.VariableSet(), shards.VariableSet()
 def record(gradient: Any, tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``tf.GradientTape.gradient``: remember what it returns."""
     result = gradient(tape, target, sources, *args, **kwargs)
+    if (tried := targets.get()) is not None:
+        tried.extend(tf.nest.flatten(target))
+        return result
     sources, results = tf.nest.flatten(sources), tf.nest.flatten(result)
     missing_calls.note_tape(sources, results)
     shapes = [one.shape for one in tf.nest.flatten(target) if tf.is_tensor(one)]

@@ -11,6 +11,7 @@ do functions that are metrics of Keras 3. Validation does alike if all ranks val
 average their metrics. A custom loop gets a warning, and its losses are not weighed.
 """
 
+import collections
 import contextlib
 import contextvars
 import dataclasses
@@ -43,16 +44,14 @@ class Weighing:
     averages: bool  # gradients are averaged, not summed
     is_together: Any = None  # in validation a variable: all ranks take this step
     counts_rows: bool = False  # the ranks' batches may have different numbers of rows
-    calls: int = 0  # losses that this step has computed
-    metrics: int = 0  # of all ranks' rows
-    regularizers: int = 0  # of all ranks' activities
+    # How many losses this step has computed, and other things that ranks have exchanged.
+    numbers: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     has_rows_of_all: bool = False  # a loss has given one for each of them
     data: Any = None  # of this step
     is_own: bool = False  # the model has a step of its own, in which Keras calls no loss now
     logs_outputs: bool = False  # Keras logs the loss of each output, too
     # What that is multiplied by if each step counts alike in it; 0 if each row does.
     by_steps: Any = None
-    counted: int = 0  # numbers of rows that ranks have exchanged
     # While compute_loss runs, whose result counts by rows: how many times them all ranks have.
     parts: Any = None
     has_total: bool | None = None  # it has run, and has returned numbers
@@ -62,14 +61,18 @@ class Weighing:
         if not (self.counts_rows and _has_rows(rows)):
             return self.process_set.size()
         number = rows.nrows() if isinstance(rows, tf.RaggedTensor) else tf.shape(rows)[0]
-        self.counted += 1
         (total,) = ops.reduce_tensors(
             [tf.cast(number, tf.float64)],
             op=ops.Sum,
-            name=f"rows of a step {self.counted}",
+            name=self.next("rows"),
             process_set=self.process_set,
         )
         return total / tf.maximum(tf.cast(number, tf.float64), 1e-9)  # a rank may have none
+
+    def next(self, what: str) -> str:
+        """A name for the next collective of a kind in this step."""
+        self.numbers[what] += 1
+        return f"{what} {self.numbers[what]} of a step"
 
     @property
     def trains_mean(self) -> bool:
@@ -213,7 +216,7 @@ def _is_compiled(model: Any, loss: Any) -> bool:
 
 def _of_compile(own: Weighing, of_compile: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the losses of ``compile``, all of which are weighed."""
-    before = own.calls
+    before = own.numbers["loss"]
     with replaced(own, "is_own", False):
         value = call(*args, **kwargs)
     origin.has_compiled_loss.set(True)
@@ -233,7 +236,7 @@ def _of_compile(own: Weighing, of_compile: Any, call: Any, *args: Any, **kwargs:
             "ranks. If it divides the weights by a number of this rank's rows, divide by that of "
             "all: hvd.allreduce(number, op=hvd.Sum). Otherwise gradients are too large."
         )
-    if own.calls - before < len(every) and not agree.is_building.get():
+    if own.numbers["loss"] - before < len(every) and not agree.is_building.get():
         usual = keras.losses.Loss.__call__
         names = {type(loss).__name__ for loss in every if type(loss).__call__ is not usual}
         missing_calls.tell(
@@ -245,8 +248,10 @@ def _of_compile(own: Weighing, of_compile: Any, call: Any, *args: Any, **kwargs:
 
 def _tell_what_counts_by_rank(own: Weighing) -> None:
     added = any(getattr(layer, "_losses", ()) for layer in own.model._flatten_layers())
-    if own.has_total is False or (own.has_total is None and (not own.calls or added)):
-        what = "add_loss or an activity regularizer" if own.calls else "no keras.losses.Loss"
+    if own.has_total is False or (own.has_total is None and (not own.numbers["loss"] or added)):
+        what = (
+            "add_loss or an activity regularizer" if own.numbers["loss"] else "no keras.losses.Loss"
+        )
         what = what if own.has_total is None else "a compute_loss that returns no tensor"
         missing_calls.tell(
             f"the ranks may have batches of different sizes, and this model trains with {what}: "
@@ -271,8 +276,7 @@ def _of_all_rows(own: Weighing, regularizer: Any, output: Any) -> Any:
         parts = own.parts_of(output) if (kind == "mean") != adds_up else 1
         factor = 1 / parts if kind == "mean" else parts
         return own.together(lambda: value * tf.cast(factor, value.dtype), lambda: value)
-    own.regularizers += 1
-    name = f"regularizer {own.regularizers}"
+    name = own.next("regularizer")
 
     def of_all() -> Any:
         value = regularizer(ops.allgather_rows(output, name, own.process_set))
@@ -304,7 +308,7 @@ def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
     if own is not None and is_of_all and getattr(loss, "reduction", None) in (None, "none"):
         own.has_rows_of_all = True
     if own is not None:
-        own.calls += 1
+        name = f"{own.next('loss')}, {specs.common_path(name_of(loss))}"
         own.by_steps = None
     if own is None or not is_of_all:
         with agree.within(weighing, None), _converted():  # a loss may compute others
@@ -316,7 +320,7 @@ def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
             return value
         is_compiled = _is_compiled(own.model, loss)
         with replaced(own, "is_own", own.is_own and not is_compiled):
-            value = _weigh(own, loss, value, kind, weights, y_pred)
+            value = _weigh(own, loss, value, kind, weights, y_pred, name)
         if is_compiled:
             origin.has_compiled_loss.set(True)
             has_weights = any(map(bool, tf.nest.flatten(own.model.compiled_loss._loss_weights)))
@@ -325,7 +329,6 @@ def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
                 value = divided_losses.of_compile(loss, value, y_pred, own)
         return value
     # Any function of the rows of the batch: each rank computes it of all.
-    name = f"loss {own.calls}, {specs.common_path(name_of(loss))}"
     process_set = own.process_set
 
     # A step of one's own divides the sum by its own rows.
@@ -362,7 +365,13 @@ def _warn_in_loop(loss: Any, kind: row_trials.Kind, weights: list[Any]) -> None:
 
 
 def _weigh(
-    own: Weighing, loss: Any, value: Any, kind: row_trials.Kind, weights: list[Any], y_pred: Any
+    own: Weighing,
+    loss: Any,
+    value: Any,
+    kind: row_trials.Kind,
+    weights: list[Any],
+    y_pred: Any,
+    name: str,
 ) -> Any:
     reduction = "sum" if kind == "sum" else getattr(loss, "reduction", None)
     size = tf.cast(own.process_set.size(), value.dtype)
@@ -394,7 +403,6 @@ def _weigh(
         return value
     if own.is_together is not None:
         fit_state.weighed.add(own.model)
-    calls, path = own.calls, specs.common_path(name_of(loss))
     first = tf.nest.flatten(y_pred)[0]
     is_unknown = float(first.shape[0] is None)  # how many rows it has
 
@@ -406,7 +414,7 @@ def _weigh(
         entries = tf.reduce_sum(functools.reduce(_product, product)) if product else count
         mine = tf.stack([tf.cast(entries, tf.float64), count, is_unknown])  # float64, [3]
         (total,) = ops.reduce_tensors(
-            [mine], op=ops.Sum, name=f"weight of loss {calls}, {path}", process_set=own.process_set
+            [mine], op=ops.Sum, name=f"weight of {name}", process_set=own.process_set
         )
         share = tf.stop_gradient(tf.math.divide_no_nan(mine, total))
         by_steps = own.process_set.size() * share[1] * tf.sign(total[2])
@@ -445,8 +453,7 @@ def update(
     is_mean = kind == "mean" and is_plain and not own.counts_rows and own.is_together is None
     if kind in ("rows", "failed", "unknown") or is_mean:
         return update_alone(metric, *given)
-    own.metrics += 1
-    name = f"metric {own.metrics}, {specs.common_path(metric.name)}"
+    name = f"{own.next('metric')}, {specs.common_path(metric.name)}"
 
     def updated(rows: Any) -> Any:
         update_alone(metric, *rows)

@@ -245,7 +245,12 @@ def set_params(of_keras: Callable[..., None], bar: Any, params: Any) -> None:
 
 
 def _why_unbuilt(own: Fit) -> str | None:
-    if own.problem is None or not variables.unbuilt(own.model) - {id(own.model)}:
+    if own.problem is None:
+        return None
+    # The step may have failed while it made variables, which then have no values.
+    inner = (getattr(variable, "value", variable) for variable in own.model.variables)
+    have_values = all(one.is_initialized() for one in inner if hasattr(one, "is_initialized"))
+    if have_values and not variables.unbuilt(own.model) - {id(own.model)}:
         return None
     return f"{type(own.problem).__name__}: {own.problem}"
 

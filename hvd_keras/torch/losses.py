@@ -82,8 +82,14 @@ def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
             return loss_call(loss, y_true, y_pred, sample_weight)
     arguments = y_true, y_pred, sample_weight
     with agree.within(_weighing, None):  # a loss may compute others
+
+        def value_of(*some: Any) -> Any:
+            value, values = call_loss(loss, loss_call, *some)
+            return value if values is None or not values.dim() else values
+
+        is_sum = loss.reduction == "sum"
         exact = own if own is not None and own.is_exact() else None
-        if exact and _mixes(exact, loss, lambda: _mixes_rows(exact, loss_call, loss, arguments)):
+        if exact and _mixes(exact, loss, loss.name, value_of, arguments, is_sum):
             return loss_call(loss, *_of_all_ranks(exact, f"loss {loss.name}", arguments))
         value, values = call_loss(loss, loss_call, *arguments)
     if own is None:
@@ -92,12 +98,19 @@ def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
     return _weigh(own, loss, value, values, y_pred, sample_weight)
 
 
-def _mixes(own: Weighing, key: Any, find: Callable[[], bool]) -> bool:
-    """Whether a loss or a metric is no mean or sum over rows, which is found out once."""
+def _mixes(
+    own: Weighing,
+    key: Any,
+    name: str,
+    value_of: Callable[..., Any],
+    arguments: Sequence[Any],
+    is_sum: bool = False,
+) -> bool:
+    """Whether what ``key`` computes is no mean or sum over rows, which is found out once."""
     known = vars(key).setdefault("_hvd_mixes_rows", {})
     number = own.process_set.id()
     if number not in known:
-        known[number] = find()
+        known[number] = _halves_differ(own, name, value_of, arguments, is_sum)
     return bool(known[number])
 
 
@@ -117,7 +130,7 @@ def update(
         return function(*given, **metric._fn_kwargs)
 
     with agree.within(_weighing, None):
-        if _mixes(own, metric, lambda: _halves_differ(own, metric.name, value_of, arguments[:2])):
+        if _mixes(own, metric, metric.name, value_of, arguments[:2]):
             arguments = _of_all_ranks(own, f"metric {metric.name}", arguments)
         return update_alone(metric, *arguments)
 
@@ -127,7 +140,7 @@ def _regularize(own: Weighing, path: str, regularizer: Any, output: Any) -> Any:
     is_meta = getattr(getattr(output, "device", None), "type", "meta") == "meta"
     if is_meta or not own.is_exact() or agree.is_building.get():
         return regularizer(output)
-    if _mixes(own, regularizer, lambda: _halves_differ(own, path, regularizer, [output], True)):
+    if _mixes(own, regularizer, path, regularizer, [output], is_sum=True):
         (every,) = _of_all_ranks(own, f"regularizer {path}", [output])
         return regularizer(every) / own.process_set.size()
     return regularizer(output)
@@ -135,15 +148,32 @@ def _regularize(own: Weighing, path: str, regularizer: Any, output: Any) -> Any:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _halves_differ(
-    own: Weighing, name: str, value_of: Any, arguments: Sequence[Any], is_sum: bool = False
+    own: Weighing, name: str, value_of: Callable[..., Any], arguments: Sequence[Any], is_sum: bool
 ) -> bool:
-    def of(rows: slice) -> Any:
-        with torch.no_grad():
-            cut = keras.tree.map_structure(lambda x: torch.as_tensor(x)[rows], arguments)
-            return torch.as_tensor(value_of(*cut)).cpu().double().numpy()
+    """Compare ``value_of`` all rows, of predictions or of an output, with that of the halves."""
 
-    rows = len(keras.tree.flatten(arguments)[0])
-    return halves.mix(name, of, rows, is_sum, own.process_set)
+    def rows_of(given: Sequence[Any]) -> int:
+        return len(keras.tree.flatten(given[:2][-1])[0])
+
+    def cut(rows: slice) -> Any:
+        def part(x: Any) -> Any:
+            return x if x is None or not torch.as_tensor(x).dim() else torch.as_tensor(x)[rows]
+
+        return keras.tree.map_structure(part, arguments)
+
+    shapes = [
+        list(torch.as_tensor(x).shape[1:]) for x in keras.tree.flatten(arguments) if x is not None
+    ]
+    gathered = agree.gather_json(f"shapes of {name}", [rows_of(arguments), shapes], own.process_set)
+    with torch.no_grad():
+        # One row has no halves, but the first ones of all ranks have.
+        if min(gathered)[0] < 2 and all(theirs[1] == shapes for theirs in gathered):
+            arguments = _of_all_ranks(own, f"rows of {name}", cut(slice(2)))
+
+        def of(rows: slice) -> Any:
+            return torch.as_tensor(value_of(*cut(rows))).cpu().double().numpy()
+
+        return halves.mix(name, of, rows_of(arguments), is_sum, own.process_set)
 
 
 def _note_unweighed(loss: Any, values: Any, y_pred: Any, sample_weight: Any) -> None:
@@ -159,32 +189,6 @@ def _note_unweighed(loss: Any, values: Any, y_pred: Any, sample_weight: Any) -> 
         "reduction='sum_over_batch_size' without masks, or hvd.DistributedOptimizer(…, op=hvd.Sum) "
         "and divide by numbers over all ranks."
     )
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _mixes_rows(own: Weighing, loss_call: Any, loss: Any, arguments: Sequence[Any]) -> bool:
-    parts = [torch.as_tensor(x) for x in keras.tree.flatten(arguments) if x is not None]
-    rows = len(keras.tree.flatten(arguments[1])[0])
-    shapes = [list(part.shape[1:]) for part in parts]
-    gathered = agree.gather_json(f"shapes of loss {loss.name}", [rows, shapes], own.process_set)
-    # One row has no halves, but the first ones of all ranks have.
-    if min(gathered)[0] < 2 and all(theirs[1] == shapes for theirs in gathered):
-        few = keras.tree.map_structure(
-            lambda x: x[:2] if x is not None and torch.as_tensor(x).dim() else x, arguments
-        )
-        with torch.no_grad():
-            arguments = _of_all_ranks(own, f"loss {loss.name}", few)
-
-    def loss_of(rows: slice) -> Any:
-        cut = keras.tree.map_structure(
-            lambda x: x if x is None else torch.as_tensor(x)[rows], arguments
-        )
-        with torch.no_grad():
-            value, values = call_loss(loss, loss_call, *cut)
-        return (value if values is None or not values.dim() else values).cpu().double().numpy()
-
-    rows = len(keras.tree.flatten(arguments[1])[0])  # perhaps of all
-    return halves.mix(loss.name, loss_of, rows, loss.reduction == "sum", own.process_set)
 
 
 def _of_all_ranks(own: Weighing, name: str, arguments: Sequence[Any]) -> Any:

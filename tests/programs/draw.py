@@ -72,7 +72,7 @@ CHOICES: dict[str, Any] = {
 LISTS = {
     "callbacks": "early_stopping plateau checkpoint best every_batch csv scheduler nan evaluates "
     "hvd_schedule swap_ema verify",
-    "then": "fit fit_other evaluate evaluate_all predict save weights freeze rate on_batch",
+    "then": "fit fit_other evaluate evaluate_all predict save weights freeze rate on_batch loop",
 }
 VALUES = {n: v.split() if isinstance(v, str) else v for n, v in CHOICES.items()}
 DEFAULTS: Spec = {n: values[0] for n, values in VALUES.items()} | {n: [] for n in LISTS}
@@ -88,6 +88,7 @@ OFTEN = {
 OFTEN |= {"mode": 0.45, "precision": 0.1, "average": 0.1, "restart": 0.2, "loss_scale": 0.1}
 OFTEN |= {"table": 0.5, "multi": 0.1, "compression": 0.1, "local": 0.1, "beside": 0.2}
 DECIDERS = ["early_stopping", "plateau", "best"]
+OUTSIDE = ["then:on_batch", "then:loop"]  # fit
 
 Rule = tuple[Callable[[Any], Any], list[str]]
 # Where the function says so, these choices become the default. Of a list, "callbacks:csv" leaves
@@ -149,6 +150,7 @@ IMPOSSIBLE: list[Rule] = [
     (lambda s: s.multi, [f"callbacks:{c}" for c in ("plateau", "scheduler", "hvd_schedule")]),
     (lambda s: s.multi, ["then:rate", "backward_passes", "callbacks:swap_ema"]),
     (lambda s: s.step == "tape", ["backward_passes"]),
+    (lambda s: s.step in ("second", "divides"), ["then:loop"]),
     # Keras adds regularizers to the losses of rows, and those of half floats to none.
     (lambda s: s.step == "divides", ["outputs", "reduction", "regularizer"]),
     # Activities are tensors of the graph that calls the function, which outlives its variables.
@@ -169,7 +171,7 @@ IMPOSSIBLE: list[Rule] = [
         lambda s: s.local,
         [
             f"then:{c}"
-            for c in ("evaluate", "evaluate_all", "predict", "save", "weights", "on_batch")
+            for c in ("evaluate", "evaluate_all", "predict", "save", "weights", "on_batch", "loop")
         ],
     ),
     # Rounding makes one process differ from itself.
@@ -246,10 +248,11 @@ EXCLUDED: list[Rule] = [
     (lambda s: s.option == "global_clipnorm" and s.local and s.multi, ["option"]),
     (lambda s: s.option == "global_clipnorm" and s.local and s.step == "tape", ["option"]),
     # docs/using/sharp-bits.md, "Losses": outside fit, hvd_keras averages the ranks' losses.
-    (lambda s: s.reduction != "sum_over_batch_size" or s.is_sequence, ["then:on_batch"]),
-    (lambda s: s.loss in ("dice", "custom"), ["then:on_batch"]),
+    (lambda s: s.reduction != "sum_over_batch_size" or s.is_sequence, OUTSIDE),
+    (lambda s: s.loss in ("dice", "custom"), OUTSIDE),
+    (lambda s: s.regularizer == "own", ["then:loop"]),
     # A file that is saved within an accumulation outside fit has the sums of the rank that saves.
-    (lambda s: s.accumulation > 1 and "save" in s.then, ["then:on_batch"]),
+    (lambda s: s.accumulation > 1 and "save" in s.then, OUTSIDE),
 ]
 # docs/using/torch.md and the errors there name what exists on TensorFlow alone.
 TORCH: list[Rule] = [
@@ -262,7 +265,7 @@ TORCH: list[Rule] = [
     (lambda s: s.is_sequence, ["weights"]),  # Keras multiplies the mask in place
     (lambda s: s.data != "local", ["unequal"]),
     (lambda s: s.distributed != "gradient_predivide_factor", ["distributed"]),
-    (lambda s: True, ["then:save"]),
+    (lambda s: True, ["then:save", "then:loop"]),
 ]
 
 

@@ -287,10 +287,39 @@ class Program:
         self.model.optimizer.learning_rate = model.rate_of(self.spec) / 3
         self.then_fit()
 
+    def my_rows(self, feed: Feed, step: int) -> Any:
+        """This rank's rows of a step of a feed."""
+        number = len(tf.nest.flatten(feed.data)[0])
+        at = np.arange(number) // self.spec.batch == step
+        at &= np.arange(number) % self.side.size == (self.side.rank or 0)
+        return tf.nest.map_structure(lambda part: part[at], feed.data)
+
     def then_on_batch(self) -> None:
-        data = tf.nest.map_structure(lambda part: part[: self.spec.batch], self.train.data)
-        at = np.arange(self.spec.batch) % self.side.size == (self.side.rank or 0)
-        self.model.train_on_batch(*tf.nest.map_structure(lambda part: part[at], data))
+        self.model.train_on_batch(*self.my_rows(self.train, 0))
+        self.look()
+
+    def then_loop(self) -> None:
+        """Goes on in a loop of its own."""
+        net, optimizer, losses = self.model, self.model.optimizer, []
+
+        def step(data: Any) -> Any:
+            x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+            with tf.GradientTape() as tape:
+                predicted = net(x, training=True)
+                loss = net.compute_loss(x, y, predicted, weights, training=True)
+                scaled = optimizer.scale_loss(loss)
+            tape = net.tape(tape) if self.spec.step == "tape" else tape
+            gradients = tape.gradient(scaled, net.trainable_variables)
+            optimizer.apply(gradients, net.trainable_variables)
+            return loss
+
+        if self.spec.mode != "eager":
+            step = tf.function(step, jit_compile=self.spec.mode == "xla")
+        for number in range(2):
+            loss = step(tf.nest.map_structure(tf.constant, self.my_rows(self.other, number)))
+            loss = self.hvd.allreduce(loss, **self.side.options) if self.hvd else loss
+            losses.append(float(loss))
+        self.seen[f"{self.step} losses"] = losses
         self.look()
 
 

@@ -5,6 +5,7 @@ import contextlib
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import hvd_keras as hvd
 from hvd_keras.runtime import settings
@@ -81,11 +82,48 @@ class ByRowsInLoss(OverRowsInLoss):
         return super(OverRows, self).compute_loss(x, y, y_pred) + keras.ops.mean(y_pred**2)
 
 
+class OverRowsInAddedLoss(OverRowsInLoss):
+    """As experts' loads are balanced."""
+
+    compute_loss = keras.Model.compute_loss
+
+    def call(self, x):
+        self.add_loss(keras.ops.sum(keras.ops.mean(self.dense(x), 0) ** 2))
+        return self.dense(x)
+
+
+class OverRowsInStep(OverRowsInLoss):
+    """With random numbers for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.norm = keras.layers.Dropout(0.5), keras.layers.BatchNormalization()
+
+    def total(self, x, y):
+        return super().compute_loss(
+            x, y, self(self.drop(self.norm(x, training=True), training=True))
+        )
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.total(*data)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        return {"loss": loss}
+
+
+class ByRowsInStep(OverRowsInStep):
+    def total(self, x, y):
+        drawn = keras.random.normal(keras.ops.shape(y), seed=self.drop.seed_generator)
+        y_pred = self(self.drop(self.norm(x, training=True), training=True))
+        return keras.ops.mean((y + drawn - y_pred) ** 2) + keras.ops.sum(self.dense.kernel**2)
+
+
 TOLD = {OverRows: "from other rows", OverFirstRow: "from other rows"}
-TOLD[OverRowsInLoss] = "no mean over the rows"
+TOLD |= dict.fromkeys((OverRowsInLoss, OverRowsInStep), "no mean over the rows")
+TOLD[OverRowsInAddedLoss] = "no mean over the rows"
 
 
-@pytest.mark.parametrize("kind", [*TOLD, OverAllRows, ByRowsInLoss])
+@pytest.mark.parametrize("kind", [*TOLD, OverAllRows, ByRowsInLoss, ByRowsInStep])
 def test_a_model_of_ones_own_under_strict(kind: type[keras.Model], monkeypatch) -> None:
     x = np.random.default_rng(hvd.rank()).normal(size=(8, 3))
     model = kind()
