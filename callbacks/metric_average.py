@@ -53,11 +53,13 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
         super().__init__()
         self.in_epoch = False
         self._states: dict[str, list[metric_states.MetricState]] = {}
+        self._of_epoch: dict[str, Any] = {}  # the logs of the last one
         self._warned: set[str] = set()
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
         self.in_epoch = False
+        self._of_epoch = {}
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self.in_epoch = True
@@ -84,7 +86,14 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
         if "" not in self._states and self.model is not None:
             self._states[""] = metric_states.states(self.model)
         states, self._states = self._states, {}
-        self._reduce({} if logs is None else logs, states)
+        logs = {} if logs is None else logs
+        self._reduce(logs, states)
+        self._of_epoch = dict(logs)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Keras gives this rank's logs of the last epoch again."""
+        if logs is not None:
+            logs.update({key: self._of_epoch[key] for key in logs.keys() & self._of_epoch.keys()})
 
     def _reduce(
         self, logs: dict[str, Any], states: dict[str, list[metric_states.MetricState]]

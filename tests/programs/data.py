@@ -43,7 +43,7 @@ class Side(NamedTuple):
 def _target(spec: View, kind: str, random: Any, shape: tuple[int, ...], at: Any) -> Any:
     """Targets of a shape; those of validation contradict those of training."""
     is_validation = kind == "validation"
-    if spec.loss in ("sparse", "probabilities", "categorical"):
+    if spec.has_classes or spec.loss == "categorical":
         classes = random.choice([0, 0, 0, 1], shape) + is_validation
         return np.eye(CLASSES, dtype="float32")[classes] if spec.loss == "categorical" else classes
     if spec.loss in ("binary", "focal", "dice"):
@@ -73,7 +73,7 @@ def rows(spec: View, kind: str) -> tuple[Any, ...]:
     shape = (number, LENGTH) if spec.is_sequence else (number,)
     target = functools.partial(_target, spec, kind, random, shape, at)
     y: Any = target()
-    if spec.loss in ("sparse", "probabilities") and not spec.is_sequence:
+    if spec.has_classes and not spec.is_sequence:
         y = y if spec.flat else y[:, None]
     elif spec.flat:
         y = y[:, 0]

@@ -24,12 +24,14 @@ CHOICES: dict[str, Any] = {
     "outputs": "one list dict",
     "regularizer": "none kernel activity own",  # own: of activities, and no sum over the rows
     "constraint": [False, True],
-    "loss": "mse huber log_cosh mae sparse probabilities categorical binary focal dice custom",
+    "loss": "mse huber log_cosh mae sparse ignored probabilities categorical binary focal dice "
+    "custom",
     "loss_weights": [False, True],
-    "reduction": "sum_over_batch_size sum mean_with_sample_weight",
+    "reduction": "sum_over_batch_size sum mean_with_sample_weight none",
     "flat": [False, True],  # targets of one dimension
     "weights": "none sample class",
-    "metrics": "none metrics weighted both whole",  # whole: of all rows, not of each
+    # scores: that count, or are of a class of one's own; whole: of all rows, not of each
+    "metrics": "none metrics weighted both scores whole",
     "data": "arrays rows batches regrouped generator pydataset tfrecord frame local agree",
     "order": "kept hvd own",  # hvd.data.shard or the dataset itself shuffles
     "change": "none map prefetch cache",
@@ -71,7 +73,7 @@ CHOICES: dict[str, Any] = {
 # Some of these.
 LISTS = {
     "callbacks": "early_stopping plateau checkpoint best every_batch csv scheduler nan evaluates "
-    "hvd_schedule swap_ema verify",
+    "hvd_schedule swap_ema verify hears",
     "then": "fit fit_other evaluate evaluate_all predict save weights freeze rate on_batch loop",
 }
 VALUES = {n: v.split() if isinstance(v, str) else v for n, v in CHOICES.items()}
@@ -100,7 +102,7 @@ IMPOSSIBLE: list[Rule] = [
     (lambda s: s.is_sequence or s.loss in ("categorical", "dice", "custom"), ["flat"]),
     (lambda s: s.loss == "custom", ["reduction"]),
     (lambda s: s.outputs == "one", ["loss_weights"]),
-    (lambda s: s.loss not in ("sparse", "probabilities") and s.weights == "class", ["weights"]),
+    (lambda s: not s.has_classes and s.weights == "class", ["weights"]),
     (lambda s: (s.is_sequence or s.outputs != "one") and s.weights == "class", ["weights"]),
     (lambda s: "mean_" in s.reduction and s.weights == "none" and not s.is_sequence, ["reduction"]),
     (lambda s: s.mode == "eager", ["at_once"]),
@@ -155,7 +157,11 @@ IMPOSSIBLE: list[Rule] = [
     (lambda s: s.step == "divides", ["outputs", "reduction", "regularizer"]),
     # Activities are tensors of the graph that calls the function, which outlives its variables.
     (lambda s: s.step == "function", ["outputs", "regularizer"]),
-    (lambda s: s.is_sequence and s.metrics == "whole", ["metrics"]),
+    (lambda s: s.is_sequence and s.metrics in ("scores", "whole"), ["metrics"]),
+    (lambda s: s.metrics == "scores" and not s.has_classes, ["flat"]),
+    # Keras adds regularizers to each row's.
+    (lambda s: s.reduction == "none" and s.step != "keras", ["reduction"]),
+    (lambda s: s.reduction == "none", ["regularizer", "outputs"]),
     (lambda s: s.precision != "float32" and s.regularizer == "activity", ["regularizer"]),
     (lambda s: s.step == "divides" and s.loss == "custom", ["loss"]),
     # The ranks' models differ, and each has the rows of its own layer.
@@ -189,7 +195,7 @@ EXCLUDED: list[Rule] = [
     (lambda s: s.pads and s.step in ("adds", "function"), ["step"]),
     (lambda s: s.pads and s.loss in ("dice", "custom"), ["loss"]),
     (lambda s: s.pads and (s.body == "batchnorm" or s.is_sequence), ["body"]),
-    (lambda s: s.pads and s.metrics in ("metrics", "both", "whole"), ["metrics"]),
+    (lambda s: s.pads and s.metrics not in ("none", "weighted"), ["metrics"]),
     # The same, ``evaluation``: for the mean over the whole pass. For each of several outputs, Keras
     # takes the mean of the batches' losses, of however many rows.
     (lambda s: s.validation == "padded", ["validation_steps", "outputs"]),
@@ -199,7 +205,7 @@ EXCLUDED: list[Rule] = [
     (lambda s: s.shards, [f"callbacks:{c}" for c in ("checkpoint", "best", "every_batch")]),
     (lambda s: s.shards, ["then:weights"]),
     # docs/tables/combinations.md: with "pad" the logs of training count the padding.
-    (lambda s: s.pads_training, ["callbacks:csv"]),
+    (lambda s: s.pads_training, ["callbacks:csv", "callbacks:hears"]),
     (lambda s: s.pads_training and not s.validates, [f"callbacks:{c}" for c in DECIDERS]),
     # hvd.data.shard: a PyDataset's batches, of which more ranks have more, are shuffled as wholes.
     (lambda s: s.data == "pydataset" and s.order == "hvd", ["order"]),
@@ -211,7 +217,7 @@ EXCLUDED: list[Rule] = [
     # docs/design.md, "Sparse gradients": adaptive optimizers square duplicate rows one by one.
     (lambda s: s.has_table and s.distributed == "sparse_as_dense", ["distributed"]),
     # docs/guide.md, "Callbacks": without MetricAverageCallback, the ranks log and write their own.
-    (lambda s: not s.average, [f"callbacks:{c}" for c in [*DECIDERS, "csv"]]),
+    (lambda s: not s.average, [f"callbacks:{c}" for c in [*DECIDERS, "csv", "hears"]]),
     # docs/checkpoints.md: a program that stops in the second epoch.
     (lambda s: s.epochs < 2, ["restart"]),
     (lambda s: s.at_once > 1 and s.restart in ("batch", "later"), ["restart"]),
@@ -249,7 +255,7 @@ EXCLUDED: list[Rule] = [
     (lambda s: s.option == "global_clipnorm" and s.local and s.step == "tape", ["option"]),
     # docs/using/sharp-bits.md, "Losses": outside fit, hvd_keras averages the ranks' losses.
     (lambda s: s.reduction != "sum_over_batch_size" or s.is_sequence, OUTSIDE),
-    (lambda s: s.loss in ("dice", "custom"), OUTSIDE),
+    (lambda s: s.loss in ("dice", "custom", "ignored"), OUTSIDE),
     (lambda s: s.regularizer == "own", ["then:loop"]),
     # A file that is saved within an accumulation outside fit has the sums of the rank that saves.
     (lambda s: s.accumulation > 1 and "save" in s.then, OUTSIDE),
@@ -284,6 +290,7 @@ class View(types.SimpleNamespace):
         self.pads = self.pads_training or self.validation == "padded"
         # There is a val_loss in each epoch.
         self.validates = self.validation != "none" and self.validation_freq == 1
+        self.has_classes = self.loss in ("sparse", "ignored", "probabilities")
         self.is_divided = self.table == "divided"
         self.shards = self.distributed == "shard_state" or self.is_divided
         self.schedule_free = self.optimizer == "ScheduleFreeAdamW"

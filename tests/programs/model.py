@@ -36,6 +36,14 @@ def largest(y: Any, predicted: Any) -> Any:
     return keras.ops.max(keras.ops.cast(predicted, "float32"))
 
 
+@keras.saving.register_keras_serializable("programs")
+class Overshoot(keras.metrics.Mean):
+    """The mean excess of the predictions, a metric of one's own."""
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        return super().update_state(keras.ops.relu(y_pred - y_true), sample_weight)
+
+
 LOGITS = {"from_logits": True}
 LOSSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "mse": (keras.losses.MeanSquaredError, {}),
@@ -43,6 +51,7 @@ LOSSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "log_cosh": (keras.losses.LogCosh, {}),
     "mae": (keras.losses.MeanAbsoluteError, {}),
     "sparse": (keras.losses.SparseCategoricalCrossentropy, LOGITS),
+    "ignored": (keras.losses.SparseCategoricalCrossentropy, {**LOGITS, "ignore_class": 1}),
     "probabilities": (keras.losses.SparseCategoricalCrossentropy, {}),
     "categorical": (keras.losses.CategoricalCrossentropy, LOGITS),
     "binary": (keras.losses.BinaryCrossentropy, {}),
@@ -130,7 +139,7 @@ def _layers(
         add(of.LayerNormalization, "norm", kernel="")
     if spec.inputs != "one" and not spec.local:
         add(of.Dense, "beside", 2, activation="tanh")
-    units = CLASSES if spec.loss in ("sparse", "probabilities", "categorical") else 1
+    units = CLASSES if spec.has_classes or spec.loss == "categorical" else 1
     for name in ("a",) if spec.outputs == "one" else ("a", "b"):
         activation = ACTIVATIONS.get(spec.loss)
         add(of.Dense, name, units, activation=activation, dtype="float32")
@@ -286,7 +295,9 @@ def own_layers(model: Any) -> list[Any]:
 
 def rate_of(spec: View) -> float:
     """The learning rate of a program's optimizer."""
-    return RATES.get(spec.optimizer, 0.01) / (spec.batch if spec.reduction == "sum" else 1)
+    return RATES.get(spec.optimizer, 0.01) / (
+        spec.batch if spec.reduction in ("sum", "none") else 1
+    )
 
 
 def _noisy(apply: Any, noise: float, gradients: Any, variables: Any = None) -> Any:
@@ -377,20 +388,26 @@ def compiled(model: Any, spec: View, side: Side, noise: float = 0.0) -> Any:
         return cls(reduction="none" if spec.step == "divides" else spec.reduction, **options)
 
     def metrics() -> list[Any]:
+        of = keras.metrics
         if spec.metrics == "whole":
             return [largest]
-        if spec.loss in ("sparse", "probabilities"):
-            return ["sparse_categorical_accuracy"]
+        if spec.has_classes:
+            found = [of.SparseTopKCategoricalAccuracy(2), of.MeanIoU(CLASSES, sparse_y_pred=False)]
+            return found if spec.metrics == "scores" else ["sparse_categorical_accuracy"]
         if spec.loss == "categorical":
-            return ["categorical_accuracy"]
-        return ["mae", keras.metrics.RootMeanSquaredError()]
+            found = [of.F1Score(average="macro"), of.AUC(multi_label=True, from_logits=True)]
+            return found if spec.metrics == "scores" else ["categorical_accuracy"]
+        if spec.metrics == "scores":
+            of_two = [of.AUC(), of.Precision(thresholds=0.3), of.BinaryIoU()]
+            return [Overshoot(), *(of_two if spec.loss in ("binary", "dice") else [of.R2Score()])]
+        return ["mae", of.RootMeanSquaredError()]
 
     shares = iter((0.3, 0.7))
     model.compile(
         _optimizer(model, spec, side, noise),
         each(loss),
         loss_weights=each(lambda: next(shares)) if spec.loss_weights else None,
-        metrics=each(metrics) if spec.metrics in ("metrics", "both", "whole") else None,
+        metrics=each(metrics) if spec.metrics not in ("none", "weighted") else None,
         weighted_metrics=each(metrics) if spec.metrics in ("weighted", "both") else None,
         steps_per_execution=spec.at_once,
         run_eagerly=spec.mode == "eager",

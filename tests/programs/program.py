@@ -113,6 +113,21 @@ class Program:
 
             return of.LambdaCallback(on_epoch_begin=begin, on_epoch_end=end)
 
+        def hears() -> Any:
+            """Writes down what callbacks get."""
+
+            def on(event: str) -> Any:
+                def hear(*given: Any) -> None:
+                    when = " ".join(map(str, [self.step, event, *given[:-1]]))
+                    for key, value in (given[-1] or {}).items():
+                        self.seen[f"{when} hears {key}"] = np.asarray(value, "float64")
+
+                return hear
+
+            heard = of.LambdaCallback(on_epoch_end=on("epoch"))
+            heard.on_test_end, heard.on_train_end = on("test"), on("train")
+            return heard
+
         found = []
         if hvd:
             own = [v for layer in model.own_layers(self.model) for v in layer.variables]
@@ -133,6 +148,7 @@ class Program:
                 path / "{epoch}-{batch}.weights.h5", save_freq=2, save_weights_only=True
             ),
             "verify": lambda: hvd.callbacks.VerifyWeights(1) if hvd else of.Callback(),
+            "hears": hears,
             "csv": lambda: of.CSVLogger(path / "log.csv", append=self.spec.restart != "none"),
         }
         return [*found, *(make() for name, make in made.items() if name in self.spec.callbacks)]
