@@ -121,20 +121,6 @@ def binary_metrics() -> list:
     ]
 
 
-def class_metrics() -> list:
-    return [
-        "accuracy",
-        keras.metrics.TopKCategoricalAccuracy(k=2, name="top2"),
-        keras.metrics.F1Score(name="f1"),
-        keras.metrics.F1Score(average="macro", name="f1_macro"),
-        keras.metrics.FBetaScore(average="weighted", beta=2.0, name="fbeta"),
-        keras.metrics.OneHotMeanIoU(CLASSES, name="mean_iou"),
-        keras.metrics.AUC(multi_label=True, name="auc"),
-        keras.metrics.CosineSimilarity(name="cosine"),
-        keras.metrics.PearsonCorrelation(name="pearson"),
-    ]
-
-
 def make_model(outputs: int = 1, distributed: bool = True, rate: float = 0.0, **arguments):
     """The same weights everywhere; at a rate of 0 the metrics do not depend on the steps."""
     activation = "sigmoid" if outputs == 1 else "softmax"
@@ -185,47 +171,6 @@ def assert_not_means_of(local: dict, expected: dict) -> None:
         name = key.removeprefix("val_")
         differs[name] = differs.get(name, False) or np.abs(mean - value).max() > 1e-4
     assert SIZE == 1 or all(differs.values()), differs
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize(
-    ("outputs", "make_metrics", "weighted", "arguments"),
-    [
-        (1, binary_metrics, False, {"steps_per_execution": 2}),
-        (CLASSES, class_metrics, True, {}),
-        (CLASSES, lambda: ["accuracy"], False, {"run_eagerly": True}),
-        (CLASSES, lambda: None, True, {}),
-    ],
-)
-def test_metrics_are_those_of_one_process(outputs, make_metrics, weighted, arguments) -> None:
-    def run(model, part_of_training, part_of_validation, callbacks=()):
-        parts = [part_of_training, part_of_validation]
-        train, val = (part if weighted else part[:2] for part in parts)
-        return fit(model, train, val, callbacks, epochs=2)
-
-    def model(distributed: bool) -> keras.Model:
-        more = {"weighted_metrics": [keras.metrics.MeanSquaredError()]} if weighted else {}
-        return make_model(outputs, distributed, metrics=make_metrics(), **more, **arguments)
-
-    train, val = training_data, validation_data
-    if outputs == 1:
-        train, val = binary(train), binary(val)
-    expected = run(model(False), of_all_ranks(train), of_all_ranks(val))
-    seen: list[dict] = []
-    validated: list[dict] = []
-    behind = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(logs))
-    ahead = keras.callbacks.LambdaCallback()
-    ahead.on_test_end = lambda logs=None: validated.append({f"val_{k}": logs[k] for k in logs})
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="MetricAverageCallback")
-        logs = run(model(True), train(RANK), val(RANK), [ahead, *averaged(behind)])
-    assert_equal(logs, expected)
-    in_validation = {key: [logs[key] for logs in validated] for key in validated[0]}
-    assert_equal(in_validation, {key: expected[key] for key in expected if "val_" in key})
-    assert_equal({key: [epoch[key] for epoch in seen] for key in logs}, expected)
-    assert_not_means_of(run(model(False), train(RANK), val(RANK)), expected)
-    everyone = agree.gather_json("logs", plain(logs))
-    assert all(theirs == everyone[0] for theirs in everyone)
 
 
 @pytest.mark.cases(1)
