@@ -191,6 +191,7 @@ def check(make, optimizer=SGD, weighted=False, targets=lambda y: y, jit=False, *
 
 def test_adasum() -> None:
     model = masked()
+    training.set_weights(model, seed=0)
     model.compile(hvd.DistributedOptimizer(SGD(0.1), op=hvd.Adasum, sparse_as_dense=True), "mse")
     x, y, _ = rows()
     model.fit(mine(x), mine(y), batch_size=ROWS, verbose=0)
