@@ -52,7 +52,8 @@ class Weighing:
     logs_outputs: bool = False  # Keras logs the loss of each output, too
     # What that is multiplied by if each step counts alike in it; 0 if each row does.
     by_steps: Any = None
-    # While compute_loss runs, whose result counts by rows: how many times them all ranks have.
+    # While compute_loss runs, whose result counts by rows: how many times them all ranks have, a
+    # variable.
     parts: Any = None
     has_total: bool | None = None  # it has run, and has returned numbers
 
@@ -94,15 +95,15 @@ _SUMS = (None, "none", "sum")  # reductions that add up rows, in the gradient of
 
 
 @functools.cache
-def _together() -> Any:
-    """Whether all ranks take the present step of validation."""
+def _number(what: str, dtype: tf.DType) -> Any:
+    """A variable that any function in a step can read, also one that another step has traced."""
     with tf.init_scope():
-        return tf.Variable(False, trainable=False, name="hvd_validates_together")
+        return tf.Variable(tf.cast(0, dtype), trainable=False, name=f"hvd_{what}")
 
 
 def validate_together(everywhere: bool) -> None:
     """Set whether all ranks take the next steps of validation."""
-    _together().assign(everywhere)
+    _number("validates_together", tf.bool).assign(everywhere)
 
 
 def weighed(
@@ -110,7 +111,7 @@ def weighed(
 ) -> AbstractContextManager[None]:
     """Weigh the losses of a model's steps: of ``method``, train_step or test_step."""
     one_step = getattr(model, method)
-    is_together = _together() if method == "test_step" else None
+    is_together = _number("validates_together", tf.bool) if method == "test_step" else None
     number = itertools.count(1)
 
     @functools.wraps(one_step)
@@ -130,7 +131,7 @@ def weighed(
             stack.enter_context(agree.within(origin.has_compiled_loss, False))
             stack.enter_context(agree.within(agreement.step_of_fit, next(number)))
             stack.callback(missing_calls.unaveraged.clear)
-            for layer in model._flatten_layers() if averages and not is_legacy else ():
+            for layer in () if is_legacy else model._flatten_layers():
                 local = getattr(layer, "activity_regularizer", None)
                 is_mean = row_trials.is_sum(local) and not row_trials.sums_activities()
                 if local is not None and not is_mean:
@@ -161,7 +162,8 @@ def _compute_loss(own: Weighing, compute_loss: Any, *args: Any, **kwargs: Any) -
     rows = next((one for one in tf.nest.flatten(given.get("y_pred")) if _has_rows(one)), None)
     if rows is None:  # losses are weighed by themselves
         return compute_loss(*args, **kwargs)
-    parts = own.parts_of(rows)
+    parts = _number("parts", tf.float64)
+    parts.assign(own.parts_of(rows))
     with replaced(own, "parts", parts):
         value = compute_loss(*args, **kwargs)
     own.has_total = own.has_total or False

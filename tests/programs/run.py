@@ -30,7 +30,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 SECONDS = 120  # no program takes nearly as long
 TOGETHER = 60  # programs of a job: TensorFlow does not free all memory
 # Relative and absolute; one process that rounds otherwise comes as near.
-TOLERANCES = {"float32": (1e-3, 1e-4), "mixed_float16": (0.02, 0.01), "mixed_bfloat16": (0.1, 0.04)}
+TOLERANCES = {"float32": (1e-4, 1e-5), "mixed_float16": (0.02, 0.01), "mixed_bfloat16": (0.1, 0.04)}
 # By how much weights are changed, for one process that rounds otherwise; and how often.
 NOISE = {"float32": 1e-6, "mixed_float16": 5e-4, "mixed_bfloat16": 4e-3}
 NOISY = 3

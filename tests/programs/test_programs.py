@@ -33,6 +33,16 @@ SHORT: dict[str, draw.Spec] = {
         "style": "unbuilt",
         "mode": "graph",
     },
+    "a function keeps no number of rows of the step that has traced it": {
+        "data": "agree",
+        "at_once": 3,
+        "mode": "graph",
+        "step": "function",
+        "steps": 2,
+        "metrics": "whole",
+        "accumulation": 3,
+    },
+    "a tape's regularizers see all rows": {"regularizer": "own", "loss": "custom", "step": "tape"},
     "sums of all ranks are logged": {"reduction": "sum", "op": "sum"},
     "one rank trains": {"body": "batchnorm", "beside": True, "then": ["on_batch"]},
 }
