@@ -114,6 +114,12 @@ def weighed(
     is_together = _number("validates_together", tf.bool) if method == "test_step" else None
     number = itertools.count(1)
 
+    @functools.cache
+    def apart(function: Any) -> Any:
+        """The same function without what validation has traced, or will call."""
+        is_function = isinstance(function, tf.types.experimental.PolymorphicFunction)
+        return tf.function(function.python_function) if is_function else function
+
     @functools.wraps(one_step)
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -144,7 +150,7 @@ def weighed(
                 alone = functools.partial(_update_compiled, of_compile, of_compile.update_state)
                 stack.enter_context(replaced(of_compile, "update_state", alone))
             if counts:
-                of_all = functools.partial(_compute_loss, own, model.compute_loss)
+                of_all = functools.partial(_compute_loss, own, apart(model.compute_loss))
                 stack.enter_context(replaced(model, "compute_loss", of_all))
             _leave_unweighed(stack, model.metrics)
             stack.enter_context(_converted())
