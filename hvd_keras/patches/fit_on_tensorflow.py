@@ -17,7 +17,7 @@ from hvd_keras.patches.losses import weighed as weighed
 from hvd_keras.runtime import libraries, log, rank_info
 from hvd_keras.runtime.keras import is_legacy, keras, require
 from hvd_keras.runtime.process_sets import ProcessSet
-from hvd_keras.training import broadcasting, row_trials, variables
+from hvd_keras.training import broadcasting, step_trials, variables
 from hvd_keras.training.fit_state import Fit
 
 
@@ -69,10 +69,11 @@ def prepare(own: Fit, dataset: Any) -> None:
     others = [o for o in every if o is not model.optimizer]
     is_built = variables.is_built(model) and all(getattr(o, "built", True) for o in others)
     if isinstance(dataset, tf.data.Dataset) and not is_built:
-        own.problem = broadcasting.build(model, dataset.element_spec)
+        restores = any(getattr(one, "_hvd_needs_variables", False) for one in own.callbacks)
+        own.problem = broadcasting.build(model, dataset.element_spec, optimizers=restores)
     several = averaging.size() > 1
     if several and can_look_at(dataset) and model_ranks.averages_rows_of(model):
-        own.mixes = row_trials.what_mixes(model, dataset.element_spec)
+        own.mixes = step_trials.what_mixes(model, dataset.element_spec)
     if process_set.size() > 1 and not is_legacy:
         keras_classes.read_by_rows(model, model._flatten_layers())
 

@@ -32,7 +32,7 @@ from hvd_keras.patches.divided_losses import name_of
 from hvd_keras.runtime import agree, rank_info
 from hvd_keras.runtime.keras import call_loss, divisors, is_legacy, keras, overrides, replaced
 from hvd_keras.runtime.process_sets import ProcessSet
-from hvd_keras.training import fit_state, row_trials
+from hvd_keras.training import fit_state, row_trials, step_trials
 
 
 @dataclasses.dataclass
@@ -296,8 +296,11 @@ def _of_all_rows(own: Weighing, regularizer: Any, output: Any) -> Any:
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
     """Replace ``keras.losses.Loss.__call__``, which every loss and every output calls."""
-    if row_trials.without_losses.get():
+    if (trial := step_trials.trial.get()) is not None:
         value = loss_call(loss, y_true, y_pred, sample_weight)
+        trial.adds_up |= getattr(loss, "reduction", None) in _SUMS
+        if value.shape.rank:
+            return value
         return 0 * value + tf.cast(tf.reduce_mean(tf.square(y_pred)), value.dtype)
     own = weighing.get()
     is_loop = own is None and rank_info.is_initialized() and rank_info.size() > 1

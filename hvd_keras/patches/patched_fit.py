@@ -323,12 +323,7 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
             "steps_per_epoch."
         )
     if mixes := next(filter(None, [theirs["mixes"] for theirs in gathered]), ""):
-        missing_calls.tell(
-            f"{mixes}, and each rank has its rows alone, so {process_set.size()} ranks do not "
-            "train as one process. Compute each row from itself, or, in code of your own, from "
-            "those of all ranks: hvd.allgather(x).",
-            process_set,
-        )
+        missing_calls.tell(mixes, process_set)
     missing_calls.check_rows([theirs["rows"] for theirs in gathered], process_set)
 
 

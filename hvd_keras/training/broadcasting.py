@@ -77,21 +77,29 @@ def broadcast_variables(
     return None
 
 
-def build(model: Any, element_spec: Any, whole_step: bool = False) -> Exception | None:
+def build(
+    model: Any, element_spec: Any, whole_step: bool = False, optimizers: bool = True
+) -> Exception | None:
     """Create the variables of a compiled model, its metrics and its optimizers.
 
     Traces the step, if the model has a ``train_step`` or ``compute_loss`` of its own, or else the
     forward pass, into a graph that never runs. Variables are created outside of the graph, as in
-    every step that Keras traces.
+    every step that Keras traces. An eager step of one's own, of which Python sees each call, is
+    traced only if calling the model does not build all layers, or for its ``optimizers``.
 
     Args:
         element_spec: the spec of the argument of ``train_step``, a ``Dataset.element_spec``.
         whole_step: trace Keras's own step, too, which creates the variables of metrics.
+        optimizers: those of which an eager step alone knows the variables must be built, too.
 
     Returns:
         The exception that the model raised, if it cannot be traced; then variables may be missing.
     """
     has_own_step = overrides(model, "train_step", "compute_loss")
+    if model.run_eagerly and has_own_step and not (whole_step or optimizers or is_legacy):
+        with agree.within(agree.is_building, True):
+            if _call_on_zeros(model, element_spec) and not unbuilt(model):
+                return None
 
     def forward(data: Any) -> None:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)

@@ -5,37 +5,29 @@ not tell. So losses and models are tried on random rows, outside of the training
 """
 
 import contextlib
-import contextvars
 import functools
-import time
 import types
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras.gradients import model_ranks, origin, shards
 from hvd_keras.gradients.agreement import handle_of
 from hvd_keras.runtime import agree, log
-from hvd_keras.runtime.keras import is_legacy, keras, overrides, replaced
+from hvd_keras.runtime.keras import is_legacy, keras, replaced
 
 #: How the loss of a batch follows from its parts: each row has its own; it is the mean of the
 #: parts' losses, or their sum; "whole": none of these; "failed": it cannot be tried; "unknown": it
 #: gets no tensors with rows, or exchanges them by itself.
 Kind = Literal["rows", "mean", "sum", "whole", "failed", "unknown"]
 
-#: Losses of ``keras.losses`` are means of predictions.
-without_losses = contextvars.ContextVar("without losses", default=False)
 
-_ROWS = 4  # of each of two parts
-_TRIALS, _SECONDS = 4, 1.0
-_TOLERANCE = 1e-4  # relative to the largest value
+ROWS = 4  # of each of two parts
+TOLERANCE = 1e-4  # relative to the largest value
 _NEAR, _FAR = 0.01, 30.0  # errors of predictions, relative to the usual ones
 _COMPARISONS = {"Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual"}
 _kinds: dict[Any, Kind] = {}
-_tried: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 def kind_of(loss: Any, y_true: Any, y_pred: Any) -> Kind:
@@ -65,7 +57,7 @@ def kind_of(loss: Any, y_true: Any, y_pred: Any) -> Kind:
             return "unknown"
         # Few columns and any number of rows are enough, unless a loss is made for certain ones.
         few = [[min(size, 8) for size in shape] for shape in sizes]
-        for shapes, counts in ((few, [None]), (sizes, [None]), (sizes, [_ROWS, 2 * _ROWS])):
+        for shapes, counts in ((few, [None]), (sizes, [None]), (sizes, [ROWS, 2 * ROWS])):
             specs = list(zip(shapes, dtypes, strict=True))
             try:
                 kind = _try(call, specs, counts, len(parts[0]))
@@ -115,7 +107,7 @@ def _try(
     def rows(share: float, mark: float, error: float) -> list[Any]:
         found: list[Any] = []
         for i, (shape, dtype) in enumerate(specs):
-            drawn = random.uniform(0.1, 0.9, (_ROWS, *shape))
+            drawn = random.uniform(0.1, 0.9, (ROWS, *shape))
             if i < labels:  # 0 and 1 are valid for all losses
                 marked = random.permutation(drawn.size) < share * drawn.size
                 drawn = random.permutation(marked).astype(float).reshape(drawn.shape)
@@ -135,7 +127,7 @@ def _try(
     if any(node.op.startswith("Hvd") for nodes in _nodes(functions[0]) for node in nodes):
         return "unknown"  # it has the rows of all ranks by itself
     # Its variables must not change, and small ones, such as weights, may have other values later.
-    handles = {id(v.handle): handle_of(_some(v, random)) for v in functions[0].variables}
+    handles = {id(v.handle): handle_of(some(v, random)) for v in functions[0].variables}
     for traced in functions:
         traced.set_external_captures([handles.get(id(c), c) for c in traced.captured_inputs])
     kinds: set[Kind] = set()
@@ -169,7 +161,7 @@ def _try(
     return kinds.pop() if len(kinds) == 1 else "whole"
 
 
-def _some(variable: Any, random: Any) -> Any:
+def some(variable: Any, random: Any) -> Any:
     """The values of a variable, or random ones if there are few."""
     value = tf.convert_to_tensor(variable)
     if np.prod(variable.shape) < 1000:
@@ -201,21 +193,7 @@ def _marks(traced: Any) -> set[float]:
     return {value + beside for value in found for beside in (-1, 0, 1)} - {-1, 0, 1}
 
 
-def what_mixes(model: Any, element_spec: Any) -> str:
-    """Say what in a model sees other rows of a batch than one, and how; "" if nothing is found.
-
-    This is found out once.
-    """
-    if model not in _tried and not is_legacy:
-        _tried[model] = ""
-        if layer := _layer_that_mixes(model, element_spec):
-            _tried[model] = f"{layer} computes a row from other rows of the batch"
-        elif loss := _loss_that_mixes(model, element_spec):
-            _tried[model] = f"{loss} adds what is no mean over the rows of the batch"
-    return _tried.get(model, "")
-
-
-def _layer_that_mixes(model: Any, element_spec: Any) -> str:
+def layer_that_mixes(model: Any, element_spec: Any) -> str:
     """The layer of a model that computes a row of its output from other rows of its input.
 
     What inference computes is tried, unless all layers are Keras's and work on each row. Returns
@@ -233,120 +211,12 @@ def _layer_that_mixes(model: Any, element_spec: Any) -> str:
     return ""
 
 
-def _loss_that_mixes(model: Any, element_spec: Any) -> str:
-    """What adds to the loss of a model that is no mean, nor a sum, over the rows of a batch.
-
-    This is a step or ``compute_loss`` of its own, or ``add_loss`` in layers that were just tried.
-    Means of predictions stand for losses of ``keras.losses``, which are weighed by themselves. ""
-    also if it exchanges something, or cannot be tried.
-    """
-    layers = [*model._flatten_layers()]
-    local = [getattr(layer, "activity_regularizer", None) for layer in layers]
-    name = next((name for name in ("train_step", "compute_loss") if overrides(model, name)), "")
-    adds = name or any(getattr(layer, "_losses", ()) for layer in layers)  # in the last call
-    mixes = False
-    if adds and all(one is None or is_sum(one) for one in local):
-        try:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(agree.within(agree.is_building, True))
-                stack.enter_context(agree.within(without_losses, True))
-                # No function within may keep what is traced here.
-                stack.callback(tf.config.run_functions_eagerly, tf.config.functions_run_eagerly())
-                tf.config.run_functions_eagerly(True)
-                for optimizer in model_ranks.optimizers_of(model, within=True):
-                    stack.enter_context(replaced(optimizer, "apply", lambda *_, **__: None))
-                for layer in layers:
-                    if isinstance(layer, keras.layers.BatchNormalization):  # as documented
-                        inferring = functools.partial(_infer, layer.call)
-                        stack.enter_context(replaced(layer, "call", inferring))
-                total = _of_step if name == "train_step" else _of_losses
-                mixes = _adds_no_mean(functools.partial(total, model), model, element_spec)
-        except Exception as error:
-            log.logger.debug("the loss of %s cannot be tried: %r", model.name, error)
-    return f"{name or 'add_loss'} of {type(model).__name__}" if mixes else ""
-
-
-def _infer(call: Any, *args: Any, training: Any = None, **kwargs: Any) -> Any:
-    return call(*args, training=False, **kwargs)
-
-
-def _of_losses(model: Any, data: Any) -> Any:
-    """What Keras's own step trains by."""
-    x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
-    options = {"training": False} if getattr(model, "_call_has_training_arg", True) else {}
-    return model.compute_loss(x=x, y=y, y_pred=model(x, **options), sample_weight=weight)
-
-
-def _of_step(model: Any, data: Any) -> Any:
-    """What the tapes of a step of one's own get the gradients of."""
-    with agree.within(origin.targets, []):
-        model.train_step(data)
-        every = origin.targets.get() or []
-    here = tf.compat.v1.get_default_graph()
-    return [one for one in every if getattr(one, "graph", None) is here]
-
-
-def _adds_no_mean(total: Callable[[Any], Any], model: Any, element_spec: Any) -> bool:
-    def summed(data: Any) -> Any:
-        return sum(tf.reduce_sum(tf.cast(one, tf.float32)) for one in tf.nest.flatten(total(data)))
-
-    specs = tf.nest.map_structure(
-        lambda spec: tf.TensorSpec([None, *spec.shape[1:]], spec.dtype), element_spec
-    )
-    traced = tf.function(summed, autograph=False).get_concrete_function(specs)
-    if any(node.op.startswith("Hvd") for nodes in _nodes(traced) for node in nodes):
-        return False
-    random = np.random.default_rng(1)
-    # What it assigns must not change; other weights may be large.
-    weights = {id(shards.inner_variable(weight).handle) for weight in model.weights}
-    kept = weights - _assigned(traced)
-    values = {id(v.handle): _some(v, random) for v in traced.variables if id(v.handle) not in kept}
-    handles = {key: handle_of(value) for key, value in values.items()}
-    traced.set_external_captures([handles.get(id(c), c) for c in traced.captured_inputs])
-
-    def loss_of(*parts: Any) -> float:
-        for key, value in values.items():  # such as the state of random generators
-            tf.raw_ops.AssignVariableOp(resource=handles[key], value=value)
-        return float(traced(tf.nest.map_structure(lambda *rows: tf.concat(rows, 0), *parts)))
-
-    mixes, end = False, time.monotonic() + _SECONDS
-    for _ in range(_TRIALS):  # few ids occur, which both parts may have in common
-        one, other = (
-            tf.nest.map_structure(lambda spec: _drawn(spec, _ROWS, random), specs) for _ in "12"
-        )
-        # Each row at each place, as rows draw random numbers by their places.
-        both, same = [(one, other), (other, one)], [(one, one), (other, other)]
-        sums = [np.array(sum(loss_of(*pair) for pair in pairs)) for pairs in (both, same)]
-        if not _close(*sums):
-            mixes |= bool(sums[0] == sum(loss_of(*pair) for pair in both))  # not by other numbers
-        if time.monotonic() > end:
-            break
-    for handle in handles.values():
-        tf.raw_ops.DestroyResourceOp(resource=handle)
-    return mixes
-
-
-def _assigned(traced: Any) -> set[int]:
-    """The ids of the handles of variables that a function may assign."""
-    graph, inner = _nodes(traced)[0], [node for nodes in _nodes(traced)[1:] for node in nodes]
-    assigns = [node for node in graph if _is_assignment(node)]
-    names = {node.input[0].partition(":")[0] for node in assigns}
-    is_within = any(map(_is_assignment, inner))
-    captures = traced.graph.captures
-    return {id(outer) for outer, own in captures if is_within or own.op.name in names}
-
-
-def _is_assignment(node: Any) -> bool:
-    op: str = node.op
-    return op.startswith(("Assign", "ResourceScatter", "ResourceApply"))
-
-
-def _drawn(spec: Any, rows: int, random: Any) -> Any:
-    """Random rows of a spec."""
+def drawn(spec: Any, rows: int, random: Any, number: int = 0) -> Any:
+    """Random rows of a spec; by their number, they are small or large."""
     size = [rows, *(32 if n is None else n for n in spec.shape[1:])]
     if spec.dtype.is_floating:
-        return tf.cast(random.normal(size=size), spec.dtype)
-    labels = tf.constant(random.integers(0, 2, size))
+        return tf.cast(random.normal(size=size) * (1, 10)[number % 2], spec.dtype)
+    labels = tf.constant(random.integers(*[(0, 2), (1, 3), (0, 10), (1, 100)][number], size))
     return tf.as_string(labels) if spec.dtype == tf.string else tf.cast(labels, spec.dtype)
 
 
@@ -393,8 +263,7 @@ def _first_that_mixes(model: Any, parts: Sequence[Any], element_spec: Any) -> st
     if any(node.op.startswith(("Assign", "Hvd")) for nodes in _nodes(traced) for node in nodes):
         return ""
     one, other = (
-        tf.nest.map_structure(lambda spec: _drawn(spec, spec.shape[0] or 2, random), x)
-        for _ in "12"
+        tf.nest.map_structure(lambda spec: drawn(spec, spec.shape[0] or 2, random), x) for _ in "12"
     )
     rows = tf.nest.flatten(one)[0].shape[0]
     half = rows // 2
@@ -429,4 +298,4 @@ def _first_that_mixes(model: Any, parts: Sequence[Any], element_spec: Any) -> st
 def _close(one: Any, other: Any) -> bool:
     if one.shape != other.shape:
         return False
-    return bool(np.abs(one - other).max(initial=0) <= _TOLERANCE * np.abs(other).max(initial=0))
+    return bool(np.abs(one - other).max(initial=0) <= TOLERANCE * np.abs(other).max(initial=0))

@@ -1,0 +1,231 @@
+"""Finds out whether the loss of a model's own step follows from the losses of its rows.
+
+It is tried on random rows, before the training.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import time
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_keras.gradients import model_ranks, origin, shards
+from hvd_keras.gradients.agreement import handle_of
+from hvd_keras.runtime import agree, log
+from hvd_keras.runtime.keras import is_legacy, keras, overrides, replaced
+from hvd_keras.runtime.reductions import Average
+from hvd_keras.training.row_trials import ROWS, TOLERANCE, drawn, is_sum, layer_that_mixes, some
+
+_TRIALS, _SECONDS = 4, 1.0
+_HALVES = {tf.float16.as_datatype_enum, tf.bfloat16.as_datatype_enum}
+_tried: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+
+@dataclasses.dataclass
+class Trial:
+    """The loss of a model is tried; those of ``keras.losses`` are means of predictions."""
+
+    adds_up: bool = False  # one is a sum, or has a value for each row
+
+
+trial: contextvars.ContextVar[Any] = contextvars.ContextVar("trial", default=None)
+
+_ALONE = (
+    "and each rank has its rows alone, so the ranks do not train as one process. Compute each row "
+    "from itself, or, in code of your own, from those of all ranks: hvd.allgather(x)."
+)
+_ADDS_UP = (
+    "adds up the rows of the batch, and the ranks' gradients are averaged, so they are smaller than"
+    " those of one process. Divide the sum by the number of this rank's rows, or use op=hvd.Sum."
+)
+
+
+def what_mixes(model: Any, element_spec: Any) -> str:
+    """Say what in a model sees other rows of a batch than one, or adds them up; "" if nothing does.
+
+    This is found out once.
+    """
+    if model not in _tried and not is_legacy:
+        _tried[model] = ""
+        with warnings.catch_warnings():  # of Keras, about calls that the script does not make
+            warnings.simplefilter("ignore")
+            if layer := layer_that_mixes(model, element_spec):
+                layer += " computes a row from other rows of the batch, " + _ALONE
+            _tried[model] = layer or _loss_that_mixes(model, element_spec)
+    return _tried.get(model, "")
+
+
+def _loss_that_mixes(model: Any, element_spec: Any) -> str:
+    """Say what adds to the loss of a model that is no mean over the rows of a batch.
+
+    This is a step or ``compute_loss`` of its own, or ``add_loss`` in layers that were just tried.
+    Means of predictions stand for losses of ``keras.losses``, which are weighed by themselves. ""
+    also if it exchanges something or cannot be tried, or if the model runs eagerly, so that Python
+    would see it.
+    """
+    layers = [*model._flatten_layers()]
+    local = [getattr(layer, "activity_regularizer", None) for layer in layers]
+    name = next((name for name in ("train_step", "compute_loss") if overrides(model, name)), "")
+    adds = name or any(getattr(layer, "_losses", ()) for layer in layers)  # in the last call
+    kind = ""
+    if adds and not model.run_eagerly and all(one is None or is_sum(one) for one in local):
+        try:
+            kind = _kind_of_total(model, name, layers, element_spec)
+        except Exception as error:
+            log.logger.debug("the loss of %s cannot be tried: %r", model.name, error)
+    told = {"mixes": f"adds what is no mean over the rows of the batch, {_ALONE}", "sum": _ADDS_UP}
+    return f"{name or 'add_loss'} of {type(model).__name__} {told[kind]}" if kind else ""
+
+
+_MIXING = tuple(getattr(keras.layers, name, ()) for name in ("MixUp", "CutMix"))  # by chance
+
+
+def _kind_of_total(model: Any, name: str, layers: Sequence[Any], element_spec: Any) -> str:
+    """Whether the total "mixes" rows or is their "sum"; otherwise ""."""
+    total = _of_step if name == "train_step" else _of_losses
+    reducers = model_ranks.reducers_of(model)
+    may_be_sum = {reducer.op for reducer in reducers} != {Average}
+
+    def summed(data: Any) -> Any:
+        every = tf.nest.flatten(total(model, data))
+        return tf.add_n([tf.reduce_sum(tf.cast(one, tf.float32)) for one in every])
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(agree.within(agree.is_building, True))
+        stack.enter_context(agree.within(trial, Trial()))
+        # No function within may keep what is traced here.
+        stack.callback(tf.config.run_functions_eagerly, tf.config.functions_run_eagerly())
+        tf.config.run_functions_eagerly(True)
+        for optimizer in model_ranks.optimizers_of(model, within=True):
+            for method in ("apply", "apply_gradients"):
+                stack.enter_context(replaced(optimizer, method, lambda *_, **__: None))
+        for layer in layers:
+            if isinstance(layer, (keras.layers.BatchNormalization, *_MIXING)):  # as documented
+                inferring = functools.partial(_infer, layer.call)  # type: ignore[attr-defined]
+                stack.enter_context(replaced(layer, "call", inferring))
+        specs = tf.nest.map_structure(
+            lambda spec: tf.TensorSpec([None, *spec.shape[1:]], spec.dtype), element_spec
+        )
+        traced = tf.function(summed, autograph=False).get_concrete_function(specs)
+        may_be_sum |= trial.get().adds_up
+    return _kind_of_rows(traced, model, specs, may_be_sum)
+
+
+def _infer(call: Any, *args: Any, training: Any = None, **kwargs: Any) -> Any:
+    return call(*args, training=False, **kwargs)
+
+
+def _of_losses(model: Any, data: Any) -> Any:
+    """What Keras's own step trains by."""
+    x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+    options = {"training": False} if getattr(model, "_call_has_training_arg", True) else {}
+    return model.compute_loss(x=x, y=y, y_pred=model(x, **options), sample_weight=weight)
+
+
+def _of_step(model: Any, data: Any) -> Any:
+    """What the tapes of a step of one's own get the gradients of."""
+    with agree.within(origin.targets, []):
+        model.train_step(data)
+        every = origin.targets.get() or []
+    here = tf.compat.v1.get_default_graph()
+    return [one for one in every if getattr(one, "graph", None) is here]
+
+
+def _kind_of_rows(traced: Any, model: Any, specs: Any, may_be_sum: bool) -> str:
+    random = np.random.default_rng(1)
+    weights = {id(shards.inner_variable(weight).handle) for weight in model.weights}
+    # Small ones, such as a factor of a loss, may have other values later.
+    handles = {
+        id(v.handle): handle_of(some(v, random))
+        for v in traced.variables
+        if id(v.handle) not in weights
+    }
+    value_of, nodes = _without_effects(traced, handles)
+    draws = any("Random" in node.op or "Multinomial" in node.op for node in nodes)
+    types = {value.type for node in nodes for value in node.attr.values()}
+    tolerance = 0.02 if types & _HALVES else TOLERANCE
+
+    def loss_of(*parts: Any) -> float:
+        joined = tf.nest.map_structure(lambda *rows: tf.concat(rows, 0), *parts)
+        return float(value_of(*tf.nest.flatten(joined)))
+
+    found, end = set(), time.monotonic() + _SECONDS
+    for number in range(
+        _TRIALS if value_of else 0
+    ):  # few ids occur, which both parts may have in common
+        draw = functools.partial(drawn, rows=ROWS, random=random, number=number)
+        one, other = (tf.nest.map_structure(draw, specs) for _ in "12")
+        # Each row at each place, as rows draw random numbers by their places.
+        pairs = (one, other), (other, one), (one, one), (other, other), (one, other)
+        try:
+            *losses, again = (loss_of(*pair) for pair in pairs)
+            alone = loss_of(one)
+        except tf.errors.OpError:  # these are no valid labels
+            continue
+        if np.isfinite(losses).all() and losses[0] == again:  # it draws no other numbers
+            largest = np.abs(losses).max()
+            if abs(losses[0] + losses[1] - losses[2] - losses[3]) > tolerance * largest:
+                found.add("mixes")
+            elif not (draws or may_be_sum) and abs(losses[2] - alone) > tolerance * largest:
+                found.add("sum")
+        if time.monotonic() > end:
+            break
+    for handle in handles.values():
+        tf.raw_ops.DestroyResourceOp(resource=handle)
+    return min(found, default="")
+
+
+def _without_effects(traced: Any, handles: dict[int, Any]) -> tuple[Any, list[Any]]:
+    """What computes the output of a function alone: it prints, counts and assigns nothing.
+
+    Args:
+        handles: take the place of those of variables, by their ids.
+
+    Returns:
+        The function of flat rows, None if it is not known to have no effects; and its nodes.
+    """
+    graph, output = traced.graph.as_graph_def(), traced.outputs[0]
+    named = {node.name: node for node in graph.node}
+    names, following = {output.op.name}, [output.op.name]
+    while following:
+        node = named[following.pop()]
+        data = [name for name in node.input if not name.startswith("^")]
+        del node.input[:]  # without what merely precedes it
+        node.input.extend(data)
+        new = {name.partition(":")[0] for name in data} - names
+        names |= new
+        following += new
+    needed = tf.compat.v1.GraphDef(library=graph.library, versions=graph.versions)
+    needed.node.extend(named[name] for name in names)
+    functions = {one.signature.name: one.node_def for one in graph.library.function}
+    nodes, waiting = list(needed.node), list(needed.node)
+    called: set[str] = set()
+    while waiting:
+        for value in waiting.pop().attr.values():
+            for name in {one.name for one in (value.func, *value.list.func)} - {"", *called}:
+                called.add(name)
+                waiting += functions.get(name, ())
+                nodes += functions.get(name, ())
+    effects = ("Assign", "ResourceScatter", "ResourceApply", "Hvd", "EagerPyFunc", "PyFunc")
+    if any(node.op.startswith((*effects, "Print", "Write", "LookupTableInsert")) for node in nodes):
+        return None, nodes
+    wrapped = tf.compat.v1.wrap_function(
+        lambda: tf.graph_util.import_graph_def(needed, name=""), []
+    )
+    inputs = [tensor for tensor in traced.inputs if tensor.op.name in names]
+    here = wrapped.graph.get_tensor_by_name
+    pruned = wrapped.prune([here(one.name) for one in inputs], here(output.name))
+    captured = [handles.get(id(outer), outer) for outer in traced.captured_inputs]
+
+    def value_of(*rows: Any) -> Any:
+        given = zip(traced.inputs, [*rows, *captured], strict=True)
+        return pruned(*(value for own, value in given if own.op.name in names))
+
+    return value_of, nodes
