@@ -40,7 +40,9 @@ def describe(callbacks: Sequence[Any]) -> dict[str, Any]:
     return {
         "monitored": [c.monitor for c in callbacks if isinstance(c, _DECIDERS)],
         "ends on NaN": any(isinstance(c, keras.callbacks.TerminateOnNaN) for c in callbacks),
-        "checkpoints": [c.save_freq for c in callbacks if isinstance(c, _CHECKPOINT)],
+        "checkpoints": [
+            [c.save_freq, c.save_best_only] for c in callbacks if isinstance(c, _CHECKPOINT)
+        ],
         "callbacks": [type(callback).__name__ for callback in callbacks],
     }
 
@@ -82,12 +84,12 @@ def on_leader_alone(
             if prints and process_set.rank() != 0 and not settings.read().verbose_all:
                 stack.enter_context(replaced(callback, "verbose", 0))
             if isinstance(callback, _CHECKPOINT) and common is not None:
-                save = functools.partial(_save, common, callback._save_model)
+                save = functools.partial(_save, common, callback, callback._save_model)
                 stack.enter_context(replaced(callback, "_save_model", save))
         yield
 
 
-def _save(common: Fit, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+def _save(common: Fit, callback: Any, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Replace ``ModelCheckpoint._save_model``: all ranks wait until it is written, or raise."""
     if common.waits_for_checkpoints:
         sums = [(one, snapshot(one)) for one in variables.accumulators(common.model)]
@@ -98,6 +100,9 @@ def _save(common: Fit, save: Callable[..., None], *args: Any, **kwargs: Any) -> 
         finally:
             for one, mine in sums:
                 one.assign(mine)
+        if callback.save_best_only:  # a script reads it on any rank
+            mine = None if callback.best is None else float(callback.best)
+            callback.best = agree.gather_json("ModelCheckpoint.best", mine, common.process_set)[0]
     elif common.process_set.rank() == 0:
         save(*args, **kwargs)
 

@@ -274,6 +274,8 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
     averages = model_ranks.averages_rows_of(model)
     if (is_arrays or is_indexed) and (averages or not given["shuffle"]):
         rows = values.row_hashes(given["x"][0] if is_indexed else x_and_y)
+    elif averages and not is_arrays:
+        rows = own.backend.source_rows(dataset)
     # How many rows each of the steps has; None: that is unknown.
     sizes = None
     if is_arrays:

@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvd_keras import ops
@@ -65,8 +66,9 @@ def broadcast_variables(
     for number, bucket in enumerate(specs.in_buckets(variables)):
         mine, name = list(map(tf.convert_to_tensor, bucket)), f"variables {number}"
         values = ops.grouped_broadcast(mine, root_rank, name, process_set)
-        for variable, value in zip(bucket, values, strict=True):
+        for variable, before, value in zip(bucket, mine, values, strict=True):
             variable.assign(value)
+            _tell_if_derived(variable, before, value)
         missing_calls.synchronized.add(*bucket)
     seeds = [v for v in variables if specs.spec_of(v).path.endswith("seed_generator_state")]
     if process_set.rank():
@@ -75,6 +77,18 @@ def broadcast_variables(
             mixed = tf.numpy_function(lambda x: of_this_rank(x, process_set), [value], value.dtype)
             state.assign(tf.ensure_shape(mixed, value.shape))
     return None
+
+
+def _tell_if_derived(variable: Any, before: Any, value: Any) -> None:
+    """Tell that a ``Normalization`` layer computes with what it has made of other values."""
+    learns = specs.spec_of(variable).path.endswith("/mean")
+    is_loop = tf.executing_eagerly() and not (missing_calls.in_fit.get() or variable.trainable)
+    if learns and is_loop and not np.array_equal(before, value):
+        missing_calls.tell(
+            f"hvd.broadcast_variables has changed {variable.path}. If that is of a Normalization "
+            "layer, it computes with numbers from before: call hvd.broadcast_preprocessing(model), "
+            "too."
+        )
 
 
 def build(

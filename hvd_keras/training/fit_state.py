@@ -53,6 +53,9 @@ class Backend(Protocol):
     def rows_in_steps(self, source: Any) -> Any:
         """Describe how many rows each step has; None: that is unknown."""
 
+    def source_rows(self, source: Any) -> Any:
+        """Describe the rows that data are made of, in whatever order; None: that is unknown."""
+
     def can_look_at(self, source: Any) -> bool:
         """Whether ``pass_first_batch`` can pass the batches of data."""
 

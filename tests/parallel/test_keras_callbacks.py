@@ -144,6 +144,7 @@ def test_the_best_checkpoint_is_chosen_by_all_ranks_metrics(directory: pathlib.P
     saved = training.dense_model()
     saved.load_weights(directory / "best.weights.h5")
     assert np.array_equal(training.flat(saved), training.flat(model)) == (SIZE > 1)
+    assert best.best == (3.5 if SIZE > 1 else 5.0)
 
 
 @several

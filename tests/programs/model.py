@@ -112,7 +112,9 @@ def _layers(
         made["normalization"] = of.Normalization()
         x = rows(spec, "train")[0]
         main = x if spec.inputs == "one" else x[0] if spec.inputs == "tuple" else x["main"]
-        made["normalization"].adapt(main * (2 if number else 1))  # rank 0 has the right state
+        made["normalization"].build((None, *main.shape[1:]))
+        if not number:  # rank 0 has the right state
+            made["normalization"].adapt(main)
     if spec.has_table:
         cls, mask = of.Embedding, {"mask_zero": spec.is_sequence}
         if divided is not None:  # a part is not broadcast

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvd_keras.data import reading
@@ -135,6 +136,35 @@ def _first(source: Any, count: int) -> list[Any]:
 def _has_cache(source: Any) -> bool:
     """Whether a dataset must be read to its end: a cache that is read partly is not usable."""
     return any(kind_of(node) == "Cache" for node in nodes(source))
+
+
+def source_of(source: Any) -> tuple[list[Any], str] | None:
+    """Return the arrays of whose rows a dataset is made, each once in each pass, and how.
+
+    None: that is unknown.
+    """
+    functions = ""
+    while (kind := kind_of(source)) != "TensorSlice":
+        if kind in ("Map", "ParallelMap"):
+            function = source._functions()[0].function
+            captured = function.captured_inputs
+            if any(op.op_def.is_stateful for op in _ops(function.graph)) or any(
+                one.dtype in (tf.resource, tf.variant) for one in captured
+            ):
+                return None
+            functions += (
+                f"{function.graph.as_graph_def()}{[np.asarray(c).tolist() for c in captured]}"
+            )
+        elif kind not in _ELEMENTWISE | _BATCHING | {"Shuffle", "Repeat", "Unbatch"}:
+            return None
+        (source,) = source._inputs()
+    return list(source._tensors), functions
+
+
+def cache_files(source: Any) -> list[str]:
+    """Return the names of the files in which a dataset caches elements."""
+    names = [node._filename.numpy().decode() for node in nodes(source) if kind_of(node) == "Cache"]
+    return list(filter(None, names))
 
 
 def _with_weights(

@@ -206,8 +206,8 @@ def test_one_rank_alone_does_nothing() -> None:
     assert layer.get_vocabulary() == ["[UNK]", *OTHER]
 
 
-def test_fit_with_layers_adapted_to_each_ranks_share() -> None:
-    """Checks that the root's values are used from the first step on."""
+def test_fit_with_layers_adapted_to_each_ranks_share(warned) -> None:
+    """Checks that the root's values are used from the first step on, and that this is told."""
     mine = np.random.default_rng(RANK).normal(3.0 + RANK, 2.0 + RANK, (16, 3)).astype("float32")
     normalization = keras.layers.Normalization()
     normalization.adapt(mine)
@@ -221,6 +221,10 @@ def test_fit_with_layers_adapted_to_each_ranks_share() -> None:
     assert (everyone == everyone[0]).all()
     everyone = hvd.allgather(np.array([model.evaluate(same, same[:, :1], verbose=0)])).numpy()
     assert (everyone == everyone[0]).all()
+    assert any("adapted to other rows on each rank" in text for text in warned) == (SIZE > 1 > RANK)
+    normalization.adapt(mine)
+    hvd.broadcast_variables(model.variables, 0)
+    assert any("computes with numbers from before" in text for text in warned) == (RANK > 0)
 
 
 def test_fit_refuses_vocabularies_that_differ() -> None:
