@@ -15,7 +15,7 @@ from hvd_keras.data import sources
 from hvd_keras.gradients import missing_calls, model_ranks, specs, values
 from hvd_keras.patches import keras_callbacks
 from hvd_keras.runtime import agree, rank_info, settings
-from hvd_keras.runtime.keras import KERAS_VERSIONS, PyDataset, flatten, is_eager, keras
+from hvd_keras.runtime.keras import KERAS_VERSIONS, PyDataset, flatten, is_eager, keras, values_of
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.runtime.reductions import Adasum, Average
 from hvd_keras.saving import background
@@ -130,6 +130,16 @@ def _end(own: Fit) -> None:
         agree.gather_json("fit has ended", None, own.process_set)
     else:
         missing_calls.check_values(own.values, "ended")
+    if others := variables.unlisted(own.model._flatten_layers()):
+        mine = [agree.digest(values_of(one)) for one in others.values()]
+        gathered = agree.gather_json("other variables", mine, own.process_set)
+        differ = [name for name, *each in zip(others, *gathered, strict=True) if len({*each}) > 1]
+        if differ:
+            missing_calls.tell(
+                f"each rank has changed {', '.join(differ)}, a tf.Variable, by its own rows. "
+                "Change it by those of all ranks: hvd.allgather(rows).",
+                own.process_set,
+            )
 
 
 def evaluate(

@@ -19,7 +19,8 @@ def training_variables(model: Any) -> list[Any]:
     """Return the variables of a model and its optimizers, in the same order on all ranks."""
     # Builds the optimizer of compile if necessary. It cannot build others, such as a GAN's, because
     # it does not know which variables they update.
-    found = [*model.variables, *recurrent_states(model._flatten_layers())]
+    layers = model._flatten_layers()
+    found = [*model.variables, *recurrent_states(layers), *unlisted(layers).values()]
     reducers = model_ranks.reducers_of(model)
     for optimizer in model_ranks.optimizers_of(model, within=True):
         # Not the default of compile, which updates nothing in a model with distributed optimizers.
@@ -35,6 +36,21 @@ def training_variables(model: Any) -> list[Any]:
     for rounds in model_ranks.rounds_of(model):
         found += [*rounds.variables(), *rounds.sent]
     return list({shards.variable_id(v): v for v in found}.values())
+
+
+def unlisted(layers: Iterable[Any]) -> dict[str, Any]:
+    """Return the ``tf.Variable`` attributes of layers, which Keras 3 does not list, by name."""
+    found = {}
+    for layer in () if is_legacy else layers:
+        for name, value in vars(layer).items():
+            every = value.values() if isinstance(value, dict) else value
+            few = isinstance(value, (list, tuple, dict)) and len(value) < 100
+            few &= not name.startswith("_self_")  # TensorFlow's own lists
+            for number, one in enumerate(every if few else [value]):
+                if hasattr(one, "handle") and hasattr(one, "assign"):
+                    at = f"[{number}]" if few else ""
+                    found[f"{layer.name}.{name}{at}"] = one
+    return {name: v for name, v in found.items() if not isinstance(v, Variable)}
 
 
 def variables_of(optimizer: Any) -> list[Any]:

@@ -201,6 +201,23 @@ class Codebook(keras.layers.Layer):
         return x + keras.ops.stop_gradient(self.codes)
 
 
+class RawCodebook(Codebook):
+    def build(self, shape) -> None:
+        self.codes = tf.Variable(tf.fill([shape[-1]], float(RANK)), trainable=False)
+
+
+def test_a_codebook_in_a_variable_of_tensorflow(warned) -> None:
+    begin = []
+    model = keras.Sequential([keras.Input((5,)), RawCodebook(), keras.layers.Dense(1)])
+    see = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda *_, **__: begin.append(model.layers[0].codes.numpy())
+    )
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    compiled(model).fit(*mine(), verbose=0, callbacks=[broadcast, see])
+    assert not begin[0].any(), "it is broadcast"
+    assert any("codes, a tf.Variable, by its own rows" in text for text in warned) == (RANK == 0)
+
+
 def test_a_codebook_in_non_trainable_weights(told) -> None:
     model = keras.Sequential([keras.Input((5,)), Codebook(), keras.layers.Dense(1)])
     text = told(lambda: fit(compiled(model)))
