@@ -301,7 +301,8 @@ def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
         trial.adds_up |= getattr(loss, "reduction", None) in _SUMS
         if value.shape.rank:
             return value
-        return 0 * value + tf.cast(tf.reduce_mean(tf.square(y_pred)), value.dtype)
+        y_pred = tf.cast(y_pred, value.dtype)
+        return tf.reduce_mean(y_pred + tf.square(y_pred))
     own = weighing.get()
     is_loop = own is None and rank_info.is_initialized() and rank_info.size() > 1
     if (own is None and (not is_loop or missing_calls.in_fit.get())) or agree.is_building.get():

@@ -4,7 +4,6 @@ If it does not, the ranks' parts of a batch give what one process computes. Name
 not tell. So losses and models are tried on random rows, outside of the training.
 """
 
-import contextlib
 import functools
 import types
 from collections.abc import Callable, Sequence
@@ -14,8 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_keras.gradients.agreement import handle_of
-from hvd_keras.runtime import agree, log
-from hvd_keras.runtime.keras import is_legacy, keras, replaced
+from hvd_keras.runtime import log
+from hvd_keras.runtime.keras import is_legacy, keras
 
 #: How the loss of a batch follows from its parts: each row has its own; it is the mean of the
 #: parts' losses, or their sum; "whole": none of these; "failed": it cannot be tried; "unknown": it
@@ -191,108 +190,6 @@ def _marks(traced: Any) -> set[float]:
                     values.append(tf.make_ndarray(found.attr["value"].tensor))
     found = {float(v.item()) for v in values if v.size == 1 and v.dtype.kind in "iuf"}
     return {value + beside for value in found for beside in (-1, 0, 1)} - {-1, 0, 1}
-
-
-def layer_that_mixes(model: Any, element_spec: Any) -> str:
-    """The layer of a model that computes a row of its output from other rows of its input.
-
-    What inference computes is tried, unless all layers are Keras's and work on each row. Returns
-    "" if there is no such layer, or the model draws, assigns, exchanges, or cannot be tried.
-    """
-    layers = [*model._flatten_layers()]
-    others = [part for layer in layers for part in getattr(layer, "operations", ())]
-    parts = list({id(part): part for part in (*layers, *others)}.values())
-    if not all(map(works_by_rows, parts)):
-        try:
-            with agree.within(agree.is_building, True):
-                return _first_that_mixes(model, parts, element_spec)
-        except Exception as error:
-            log.logger.debug("model %s cannot be tried on random rows: %r", model.name, error)
-    return ""
-
-
-def drawn(spec: Any, rows: int, random: Any, number: int = 0) -> Any:
-    """Random rows of a spec; by their number, they are small or large."""
-    size = [rows, *(32 if n is None else n for n in spec.shape[1:])]
-    if spec.dtype.is_floating:
-        return tf.cast(random.normal(size=size) * (1, 10)[number % 2], spec.dtype)
-    labels = tf.constant(random.integers(*[(0, 2), (1, 3), (0, 10), (1, 100)][number], size))
-    return tf.as_string(labels) if spec.dtype == tf.string else tf.cast(labels, spec.dtype)
-
-
-def works_by_rows(part: Any) -> bool:
-    """Whether a part of a model is known to compute each row of its output from one of its input.
-
-    True for Keras's layers, unless they have a function or an axis that may say otherwise. Batch
-    normalisation and random layers use other rows in training alone, as documented.
-    """
-    axes = tf.nest.flatten([getattr(part, name, None) for name in ("axis", "axes")])
-    functions = [value for value in vars(part).values() if hasattr(value, "__code__")]
-    return (
-        all(str(home.__module__).startswith("keras.") for home in (type(part), *functions))
-        and isinstance(part, keras.layers.Layer)
-        and type(part).__name__ not in ("Lambda", "MelSpectrogram")  # decibels below the loudest
-        and not any(isinstance(axis, int) and (axis == 0 or axis < -1) for axis in axes)
-    )
-
-
-def _first_that_mixes(model: Any, parts: Sequence[Any], element_spec: Any) -> str:
-    random = np.random.default_rng(1)
-    x, _, _ = keras.utils.unpack_x_y_sample_weight(element_spec)
-    seen: list[tuple[Any, Any]] = []  # parts in the order of their calls, with their outputs
-
-    def kept(part: Any, call: Any) -> Callable[..., Any]:
-        def of_part(*args: Any, **kwargs: Any) -> Any:
-            result = call(*args, **kwargs)
-            seen.extend((part, tensor) for tensor in tf.nest.flatten(result))
-            return result
-
-        return of_part
-
-    def forward(x: Any) -> Any:
-        options = {"training": False} if getattr(model, "_call_has_training_arg", True) else {}
-        with contextlib.ExitStack() as stack:
-            for part in parts:
-                stack.enter_context(replaced(part, "call", kept(part, part.call)))
-            model(x, **options)
-        here = tf.compat.v1.get_default_graph()
-        seen[:] = [(p, t) for p, t in seen if getattr(t, "graph", None) is here]
-        return [tensor for _, tensor in seen]
-
-    traced = tf.function(forward, autograph=False).get_concrete_function(x)
-    if any(node.op.startswith(("Assign", "Hvd")) for nodes in _nodes(traced) for node in nodes):
-        return ""
-    one, other = (
-        tf.nest.map_structure(lambda spec: drawn(spec, spec.shape[0] or 2, random), x) for _ in "12"
-    )
-    rows = tf.nest.flatten(one)[0].shape[0]
-    half = rows // 2
-
-    def joined(first: Any, second: Any) -> Any:
-        return tf.nest.map_structure(lambda a, b: tf.concat([a[:half], b[half:]], 0), first, second)
-
-    before, again = traced(one), traced(one)
-
-    def differ(after: Any, is_first: bool) -> list[Any]:
-        """The parts with other outputs in one half of the rows."""
-        found = []
-        for (part, _), *pair in zip(seen, before, after, strict=True):
-            size = pair[0].shape[0] if pair[0].shape.rank else 1
-            if size % rows or pair[0].dtype == tf.string:
-                continue
-            kept = slice(size // 2) if is_first else slice(size // 2, None)
-            if not _close(*(np.asarray(tensor, "float64")[kept] for tensor in pair)):
-                found.append(part)
-        return found
-
-    if any(differ(again, is_first) for is_first in (True, False)):
-        return ""
-    # What is computed from the half of the rows that stays alone stays, too.
-    for is_first, rows_of_both in ((True, joined(one, other)), (False, joined(other, one))):
-        found = differ(traced(rows_of_both), is_first)
-        if model in found:
-            return f"{type(found[0]).__name__} {found[0].name!r}"
-    return ""
 
 
 def _close(one: Any, other: Any) -> bool:

@@ -1,6 +1,7 @@
-"""Finds out whether the loss of a model's own step follows from the losses of its rows.
+"""Finds out whether what a model trains by follows from what it computes for each row of a batch.
 
-It is tried on random rows, before the training.
+If it does not, N ranks do not train as one process. Names and operations do not tell, so it is
+tried on random rows, before the training.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from hvd_keras.gradients.agreement import handle_of
 from hvd_keras.runtime import agree, log
 from hvd_keras.runtime.keras import is_legacy, keras, overrides, replaced
 from hvd_keras.runtime.reductions import Average
-from hvd_keras.training.row_trials import ROWS, TOLERANCE, drawn, is_sum, layer_that_mixes, some
+from hvd_keras.training.row_trials import ROWS, TOLERANCE, some
 
 _TRIALS, _SECONDS = 4, 1.0
 _HALVES = {tf.float16.as_datatype_enum, tf.bfloat16.as_datatype_enum}
@@ -37,51 +38,44 @@ class Trial:
 
 trial: contextvars.ContextVar[Any] = contextvars.ContextVar("trial", default=None)
 
-_ALONE = (
-    "and each rank has its rows alone, so the ranks do not train as one process. Compute each row "
-    "from itself, or, in code of your own, from those of all ranks: hvd.allgather(x)."
-)
-_ADDS_UP = (
-    "adds up the rows of the batch, and the ranks' gradients are averaged, so they are smaller than"
-    " those of one process. Divide the sum by the number of this rank's rows, or use op=hvd.Sum."
-)
+_TOLD = {
+    "mixes": "combines rows of the batch other than by a mean, and each rank has its rows alone, "
+    "so the ranks do not train as one process. Compute each row from itself, or, in code of your "
+    "own, from those of all ranks: hvd.allgather(x).",
+    "sum": "adds up the rows of the batch, and the ranks' gradients are averaged, so they are "
+    "smaller than those of one process. Divide the sum by the number of this rank's rows, or use "
+    "op=hvd.Sum.",
+}
 
 
 def what_mixes(model: Any, element_spec: Any) -> str:
-    """Say what in a model sees other rows of a batch than one, or adds them up; "" if nothing does.
+    """Say what in a model trains by more than a mean over the rows of a batch; "" if nothing does.
 
-    This is found out once.
+    This is a step or ``compute_loss`` of its own, or a layer that is not known to work on each row:
+    what it computes in inference, or by ``add_loss``. Losses of ``keras.losses``, batch
+    normalisation and regularizers of activities are weighed, or documented, by themselves. ""
+    also if that exchanges something or cannot be tried, or if a step runs eagerly, so that Python
+    would see it. It is found out once.
     """
     if model not in _tried and not is_legacy:
         _tried[model] = ""
-        with warnings.catch_warnings():  # of Keras, about calls that the script does not make
-            warnings.simplefilter("ignore")
-            if layer := layer_that_mixes(model, element_spec):
-                layer += " computes a row from other rows of the batch, " + _ALONE
-            _tried[model] = layer or _loss_that_mixes(model, element_spec)
-    return _tried.get(model, "")
-
-
-def _loss_that_mixes(model: Any, element_spec: Any) -> str:
-    """Say what adds to the loss of a model that is no mean over the rows of a batch.
-
-    This is a step or ``compute_loss`` of its own, or ``add_loss`` in layers that were just tried.
-    Means of predictions stand for losses of ``keras.losses``, which are weighed by themselves. ""
-    also if it exchanges something or cannot be tried, or if the model runs eagerly, so that Python
-    would see it.
-    """
-    layers = [*model._flatten_layers()]
-    local = [getattr(layer, "activity_regularizer", None) for layer in layers]
-    name = next((name for name in ("train_step", "compute_loss") if overrides(model, name)), "")
-    adds = name or any(getattr(layer, "_losses", ()) for layer in layers)  # in the last call
-    kind = ""
-    if adds and not model.run_eagerly and all(one is None or is_sum(one) for one in local):
+        layers = [*model._flatten_layers()]
+        parts = [*layers, *(part for one in layers for part in getattr(one, "operations", ()))]
+        others = {id(part): part for part in parts if not _works_by_rows(part)}.values()
+        name = next((name for name in ("train_step", "compute_loss") if overrides(model, name)), "")
+        if (name and model.run_eagerly) or not (name or others):
+            return ""
+        names = [f"{type(one).__name__} {one.name!r}" for one in others if one is not model]
+        subject = f"{name or 'call'} of {type(model).__name__}"
+        subject = " or ".join(names[:3]) if names and not name else subject
         try:
-            kind = _kind_of_total(model, name, layers, element_spec)
+            with warnings.catch_warnings():  # of Keras, about calls that the script does not make
+                warnings.simplefilter("ignore")
+                if kind := _kind_of_total(model, name, layers, element_spec):
+                    _tried[model] = f"{subject} {_TOLD[kind]}"
         except Exception as error:
-            log.logger.debug("the loss of %s cannot be tried: %r", model.name, error)
-    told = {"mixes": f"adds what is no mean over the rows of the batch, {_ALONE}", "sum": _ADDS_UP}
-    return f"{name or 'add_loss'} of {type(model).__name__} {told[kind]}" if kind else ""
+            log.logger.debug("%s cannot be tried on random rows: %r", subject, error)
+    return _tried.get(model, "")
 
 
 _MIXING = tuple(getattr(keras.layers, name, ()) for name in ("MixUp", "CutMix"))  # by chance
@@ -107,7 +101,8 @@ def _kind_of_total(model: Any, name: str, layers: Sequence[Any], element_spec: A
             for method in ("apply", "apply_gradients"):
                 stack.enter_context(replaced(optimizer, method, lambda *_, **__: None))
         for layer in layers:
-            if isinstance(layer, (keras.layers.BatchNormalization, *_MIXING)):  # as documented
+            stack.enter_context(replaced(layer, "activity_regularizer", None))
+            if isinstance(layer, (keras.layers.BatchNormalization, *_MIXING)):
                 inferring = functools.partial(_infer, layer.call)  # type: ignore[attr-defined]
                 stack.enter_context(replaced(layer, "call", inferring))
         specs = tf.nest.map_structure(
@@ -160,7 +155,7 @@ def _kind_of_rows(traced: Any, model: Any, specs: Any, may_be_sum: bool) -> str:
     for number in range(
         _TRIALS if value_of else 0
     ):  # few ids occur, which both parts may have in common
-        draw = functools.partial(drawn, rows=ROWS, random=random, number=number)
+        draw = functools.partial(_drawn, rows=ROWS, random=random, number=number)
         one, other = (tf.nest.map_structure(draw, specs) for _ in "12")
         # Each row at each place, as rows draw random numbers by their places.
         pairs = (one, other), (other, one), (one, one), (other, other), (one, other)
@@ -229,3 +224,28 @@ def _without_effects(traced: Any, handles: dict[int, Any]) -> tuple[Any, list[An
         return pruned(*(value for own, value in given if own.op.name in names))
 
     return value_of, nodes
+
+
+def _drawn(spec: Any, rows: int, random: Any, number: int = 0) -> Any:
+    """Random rows of a spec; by their number, they are small or large."""
+    size = [rows, *(32 if n is None else n for n in spec.shape[1:])]
+    if spec.dtype.is_floating:
+        return tf.cast(random.normal(size=size) * (1, 10)[number % 2], spec.dtype)
+    labels = tf.constant(random.integers(*[(0, 2), (1, 3), (0, 10), (1, 100)][number], size))
+    return tf.as_string(labels) if spec.dtype == tf.string else tf.cast(labels, spec.dtype)
+
+
+def _works_by_rows(part: Any) -> bool:
+    """Whether a part of a model is known to compute each row of its output from one of its input.
+
+    True for Keras's layers, unless they have a function or an axis that may say otherwise. Batch
+    normalisation and random layers use other rows in training alone, as documented.
+    """
+    axes = tf.nest.flatten([getattr(part, name, None) for name in ("axis", "axes")])
+    functions = [value for value in vars(part).values() if hasattr(value, "__code__")]
+    return (
+        all(str(home.__module__).startswith("keras.") for home in (type(part), *functions))
+        and isinstance(part, keras.layers.Layer)
+        and type(part).__name__ not in ("Lambda", "MelSpectrogram")  # decibels below the loudest
+        and not any(isinstance(axis, int) and (axis == 0 or axis < -1) for axis in axes)
+    )

@@ -95,7 +95,7 @@ def outcome(kind: str, of: str, text: str, reduction: str) -> str:
     finally:
         log.warn_once = before
     told += [str(warning.message) for warning in caught]
-    is_told = any(w in line for line in told for w in ("from other rows", "MetricAverage"))
+    is_told = any(w in line for line in told for w in ("other than by a mean", "MetricAverage"))
     if is_told and result in ("=", "differs"):
         result = "told"
     results = agree.gather_json("outcome", result)

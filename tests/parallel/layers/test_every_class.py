@@ -126,9 +126,8 @@ class SumInStep(OverRowsInStep):
         return keras.ops.sum((y - self(x)) ** 2)
 
 
-TOLD = {OverRows: "from other rows", OverFirstRow: "from other rows"}
-TOLD |= dict.fromkeys((OverRowsInLoss, OverRowsInStep), "no mean over the rows")
-TOLD |= {OverRowsInAddedLoss: "no mean over the rows", SumInStep: "adds up the rows"}
+MIXING = OverRows, OverFirstRow, OverRowsInLoss, OverRowsInStep, OverRowsInAddedLoss
+TOLD = {**dict.fromkeys(MIXING, "other than by a mean"), SumInStep: "adds up the rows"}
 
 
 @pytest.mark.parametrize("kind", [*TOLD, OverAllRows, ByRowsInLoss, ByRowsInStep])
