@@ -157,7 +157,9 @@ def _halves_differ(
 
     def cut(rows: slice) -> Any:
         def part(x: Any) -> Any:
-            return x if x is None or not torch.as_tensor(x).dim() else torch.as_tensor(x)[rows]
+            # A copy: Keras multiplies weights by the mask in place.
+            is_number = x is None or not torch.as_tensor(x).dim()
+            return x if is_number else torch.as_tensor(x)[rows].clone()
 
         return keras.tree.map_structure(part, arguments)
 

@@ -268,9 +268,12 @@ TORCH: list[Rule] = [
     (lambda s: s.data in ("tfrecord", "agree", "regrouped"), ["data"]),
     (lambda s: s.change in ("map", "prefetch"), ["change"]),
     (lambda s: s.weights == "class", ["weights"]),
-    (lambda s: s.is_sequence, ["weights"]),  # Keras multiplies the mask in place
     (lambda s: s.data != "local", ["unequal"]),
     (lambda s: s.distributed != "gradient_predivide_factor", ["distributed"]),
+    # Keras multiplies the weights by the mask in place.
+    (lambda s: s.is_sequence, ["weights"]),
+    (lambda s: s.loss == "ignored" and s.weights == "sample", ["metrics"]),
+    (lambda s: s.reduction == "none", ["reduction"]),
     (lambda s: True, ["then:save", "then:loop"]),
 ]
 
