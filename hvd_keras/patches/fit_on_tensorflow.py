@@ -90,9 +90,9 @@ def _check_cache_files(dataset: Any, process_set: ProcessSet) -> None:
         every = agree.gather_json("cache files", mine, process_set)
         if any(one in theirs for theirs in every if theirs is not every[0] for one in every[0]):
             raise ValueError(
-                f"dataset.cache({names[0]!r}) is one file for all ranks, of which each has other "
-                "rows. Name it by rank: "
-                "dataset.cache(f'{file}-{hvd.rank()}-of-{hvd.size()}'), or cache in memory."
+                f"dataset.cache({names[0]!r}) is one file for all ranks, which may have different "
+                "rows. Name it by rank, dataset.cache(f'{file}-{hvd.rank()}-of-{hvd.size()}'), or "
+                "cache in memory."
             )
 
 

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from hvd_keras.data import reading
@@ -147,18 +146,22 @@ def source_of(source: Any) -> tuple[list[Any], str] | None:
     while (kind := kind_of(source)) != "TensorSlice":
         if kind in ("Map", "ParallelMap"):
             function = source._functions()[0].function
-            captured = function.captured_inputs
-            if any(op.op_def.is_stateful for op in _ops(function.graph)) or any(
-                one.dtype in (tf.resource, tf.variant) for one in captured
-            ):
+            captured, ops = function.captured_inputs, list(_ops(function.graph))
+            fixed = [*captured, *(op.outputs[0] for op in ops if op.type == "Const")]
+            if any(op.op_def.is_stateful for op in ops) or not all(map(_is_small, fixed)):
                 return None
-            functions += (
-                f"{function.graph.as_graph_def()}{[np.asarray(c).tolist() for c in captured]}"
-            )
+            functions += f"{function.graph.as_graph_def()}{[c.numpy() for c in captured]}"
         elif kind not in _ELEMENTWISE | _BATCHING | {"Shuffle", "Repeat", "Unbatch"}:
             return None
         (source,) = source._inputs()
-    return list(source._tensors), functions
+    tensors = list(source._tensors)
+    return None if any(one.dtype == tf.variant for one in tensors) else (tensors, functions)
+
+
+def _is_small(tensor: Any) -> bool:
+    """Whether a tensor has few values, which can be shown."""
+    size = tensor.shape.num_elements()
+    return tensor.dtype not in (tf.resource, tf.variant) and size is not None and size < 1000
 
 
 def cache_files(source: Any) -> list[str]:
