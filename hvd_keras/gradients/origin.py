@@ -56,7 +56,8 @@ def record(gradient: Any, tape: Any, target: Any, sources: Any, *args: Any, **kw
     """Replace ``tf.GradientTape.gradient``: remember what it returns."""
     result = gradient(tape, target, sources, *args, **kwargs)
     if (tried := targets.get()) is not None:
-        tried.extend(tf.nest.flatten(target))
+        is_of_weights = any(hasattr(one, "assign") for one in tf.nest.flatten(sources))
+        tried.extend(tf.nest.flatten(target) if is_of_weights else ())
         return result
     sources, results = tf.nest.flatten(sources), tf.nest.flatten(result)
     missing_calls.note_tape(sources, results)

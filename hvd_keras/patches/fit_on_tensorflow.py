@@ -16,7 +16,7 @@ from hvd_keras.gradients import agreement, model_ranks, values
 from hvd_keras.patches import keras_classes, patched_fit
 from hvd_keras.patches.losses import validate_together as validate_together
 from hvd_keras.patches.losses import weighed as weighed
-from hvd_keras.runtime import agree, libraries, log, rank_info
+from hvd_keras.runtime import libraries, log, rank_info
 from hvd_keras.runtime.keras import is_legacy, keras, require
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.training import broadcasting, step_trials, variables
@@ -64,9 +64,11 @@ def prepare(own: Fit, dataset: Any) -> None:
     own.passes = () if own.begins_anew else passes
     for one in passes:
         one.goes_on = goes_on and not own.begins_anew
+    own.source = _source_rows(dataset)
+    sharded = filter(passes_of, (dataset, own.arguments["validation_data"]))
+    names = [name for one in sharded for name in datasets.cache_files(one)]
+    own.caches = [[socket.gethostname(), name] for name in names]
     model, process_set = own.model, own.process_set
-    _check_cache_files(dataset, process_set)
-    _check_cache_files(own.arguments.get("validation_data"), process_set)
     averaging = model_ranks.step_set_of(model) or process_set
     # Before callbacks broadcast or restore, and before the ranks compare what they train.
     every = model_ranks.optimizers_of(model, within=True)
@@ -80,20 +82,6 @@ def prepare(own: Fit, dataset: Any) -> None:
         own.mixes = step_trials.what_mixes(model, dataset.element_spec)
     if process_set.size() > 1 and not is_legacy:
         keras_classes.read_by_rows(model, model._flatten_layers())
-
-
-def _check_cache_files(dataset: Any, process_set: ProcessSet) -> None:
-    """Raise a ValueError if ranks of a host would read each other's part of the data."""
-    names = datasets.cache_files(dataset) if isinstance(dataset, tf.data.Dataset) else []
-    if names and process_set.size() > 1:  # in all ranks' scripts
-        mine = [[socket.gethostname(), name] for name in names]
-        every = agree.gather_json("cache files", mine, process_set)
-        if any(one in theirs for theirs in every if theirs is not every[0] for one in every[0]):
-            raise ValueError(
-                f"dataset.cache({names[0]!r}) is one file for all ranks, which may have different "
-                "rows. Name it by rank, dataset.cache(f'{file}-{hvd.rank()}-of-{hvd.size()}'), or "
-                "cache in memory."
-            )
 
 
 def build_step(own: Fit) -> None:
@@ -130,8 +118,7 @@ def can_look_at(dataset: Any) -> bool:
     return isinstance(dataset, tf.data.Dataset) and is_dense
 
 
-def source_rows(dataset: Any) -> Any:
-    """Describe the rows that a dataset is made of, in whatever order; None: that is unknown."""
+def _source_rows(dataset: Any) -> Any:
     found = datasets.source_of(dataset) if isinstance(dataset, tf.data.Dataset) else None
     hashes = values.row_hashes(found[0]) if found else None
     return [*hashes, zlib.crc32(found[1].encode())] if found and hashes else None

@@ -117,8 +117,7 @@ def weighed(
     @functools.cache
     def apart(function: Any) -> Any:
         """The same function without what validation has traced, or will call."""
-        is_function = isinstance(function, tf.types.experimental.PolymorphicFunction)
-        return tf.function(function.python_function) if is_function else function
+        return function._clone(None) if hasattr(function, "_clone") else function
 
     @functools.wraps(one_step)
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]

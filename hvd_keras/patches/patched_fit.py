@@ -130,16 +130,17 @@ def _end(own: Fit) -> None:
         agree.gather_json("fit has ended", None, own.process_set)
     else:
         missing_calls.check_values(own.values, "ended")
-    if others := variables.unlisted(own.model._flatten_layers()):
-        mine = [agree.digest(values_of(one)) for one in others.values()]
-        gathered = agree.gather_json("other variables", mine, own.process_set)
-        differ = [name for name, *each in zip(others, *gathered, strict=True) if len({*each}) > 1]
-        if differ:
-            missing_calls.tell(
-                f"each rank has changed {', '.join(differ)}, a tf.Variable, by its own rows. "
-                "Change it by those of all ranks: hvd.allgather(rows).",
-                own.process_set,
-            )
+    others = variables.unlisted(own.model._flatten_layers())
+    mine = {name: agree.digest(values_of(one)) for name, one in others.items()}
+    gathered = agree.gather_json("other variables", mine, own.process_set)
+    names = set.intersection(*map(set, gathered))
+    if differ := [name for name in sorted(names) if len({theirs[name] for theirs in gathered}) > 1]:
+        missing_calls.tell(
+            f"{', '.join(differ)}, a tf.Variable, differs by rank. Keras does not list it, so it "
+            "is neither broadcast nor saved. Make it by self.add_weight(..., trainable=False), and "
+            "change it by the rows of all ranks: hvd.allgather(rows).",
+            own.process_set,
+        )
 
 
 def evaluate(
@@ -284,8 +285,8 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
     averages = model_ranks.averages_rows_of(model)
     if (is_arrays or is_indexed) and (averages or not given["shuffle"]):
         rows = values.row_hashes(given["x"][0] if is_indexed else x_and_y)
-    elif averages and not is_arrays:
-        rows = own.backend.source_rows(dataset)
+    elif averages and not is_arrays and given["steps_per_epoch"] is None:
+        rows = own.source
     # How many rows each of the steps has; None: that is unknown.
     sizes = None
     if is_arrays:
@@ -300,6 +301,7 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
         "steps": steps,
         "sizes": sizes,
         "rows": rows,
+        "caches": own.caches,
         "looks at data": not is_arrays and rows is None and own.backend.can_look_at(dataset),
         # After which epochs the ranks validate together.
         "validates every": repr(given["validation_freq"]) if validates else None,
@@ -310,6 +312,13 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
     gathered = agree.gather_json("fit", mine, process_set)
     own.unbuilt = agree.by_rank([theirs["unbuilt"] for theirs in gathered], process_set)
     own.agree(gathered)
+    caches = [tuple(one) for theirs in gathered for one in theirs["caches"]]
+    if shared := {name for host, name in caches if caches.count((host, name)) > 1}:
+        raise ValueError(
+            f"dataset.cache({min(shared)!r}) is one file for several ranks, which have different "
+            "rows. Name it by rank, dataset.cache(f'{file}-{hvd.rank()}-of-{hvd.size()}'), or "
+            "cache in memory."
+        )
     of_ranks = [theirs["sizes"] for theirs in gathered]
     if any(rounds.alone for rounds in model_ranks.rounds_of(model)):
         counts = False

@@ -161,10 +161,6 @@ def prepare(own: Fit, source: Any) -> None:
         )
 
 
-def source_rows(source: Any) -> None:
-    """Describe the rows that data are made of: the first batch does."""
-
-
 def can_look_at(source: Any) -> bool:
     """Whether ``pass_first_batch`` can pass the batches of a source."""
     return True

@@ -84,10 +84,10 @@ def _tell_if_derived(variable: Any, before: Any, value: Any) -> None:
     learns = specs.spec_of(variable).path.endswith("/mean")
     is_loop = tf.executing_eagerly() and not (missing_calls.in_fit.get() or variable.trainable)
     if learns and is_loop and not np.array_equal(before, value):
-        missing_calls.tell(
-            f"hvd.broadcast_variables has changed {variable.path}. If that is of a Normalization "
-            "layer, it computes with numbers from before: call hvd.broadcast_preprocessing(model), "
-            "too."
+        log.warn_once(
+            f"hvd.broadcast_variables has changed {specs.spec_of(variable).path}. If that is of a "
+            "Normalization layer, it computes with numbers from before: call "
+            "hvd.broadcast_preprocessing(model), too."
         )
 
 
@@ -110,10 +110,6 @@ def build(
         The exception that the model raised, if it cannot be traced; then variables may be missing.
     """
     has_own_step = overrides(model, "train_step", "compute_loss")
-    if model.run_eagerly and has_own_step and not (whole_step or optimizers or is_legacy):
-        with agree.within(agree.is_building, True):
-            if _call_on_zeros(model, element_spec) and not unbuilt(model):
-                return None
 
     def forward(data: Any) -> None:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
@@ -126,6 +122,12 @@ def build(
 
     # A step of the user's may use several optimizers; Keras's own needs the forward pass alone.
     traced = step if has_own_step or whole_step else forward
+    is_eager = model.run_eagerly or tf.config.functions_run_eagerly()
+    if is_eager and has_own_step and not (whole_step or optimizers or is_legacy):
+        with agree.within(agree.is_building, True), contextlib.suppress(Exception):
+            tf.function(forward, autograph=False).get_concrete_function(element_spec)
+        if not unbuilt(model):
+            return None
     if hasattr(model, "_autoconvert_optionals"):
         traced = model._autoconvert_optionals(traced)
     failure = None

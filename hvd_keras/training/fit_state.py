@@ -53,9 +53,6 @@ class Backend(Protocol):
     def rows_in_steps(self, source: Any) -> Any:
         """Describe how many rows each step has; None: that is unknown."""
 
-    def source_rows(self, source: Any) -> Any:
-        """Describe the rows that data are made of, in whatever order; None: that is unknown."""
-
     def can_look_at(self, source: Any) -> bool:
         """Whether ``pass_first_batch`` can pass the batches of data."""
 
@@ -85,6 +82,8 @@ class Fit:
     begins_anew: bool = False  # a restart reads its data from the first pass on
     iterator: Any = None  # Keras's, over the batches of each epoch
     dataset: Any = None  # over which it iterates
+    source: Any = None  # describes the rows that its data are made of, in whatever order
+    caches: Sequence[Sequence[str]] = ()  # the hosts and names of files with rows of this rank
     problem: Exception | None = None  # of this rank's model, which could not be traced
     unbuilt: str = ""  # which ranks' models have no variables, and why
     mixes: str = ""  # what in the model sees other rows of the batch, and how

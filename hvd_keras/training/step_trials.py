@@ -26,7 +26,7 @@ from hvd_keras.training.row_trials import ROWS, TOLERANCE, some
 
 _TRIALS, _SECONDS = 4, 1.0
 _HALVES = {tf.float16.as_datatype_enum, tf.bfloat16.as_datatype_enum}
-_tried: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+_tried: weakref.WeakKeyDictionary[Any, tuple[str, str]] = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass
@@ -58,12 +58,13 @@ def what_mixes(model: Any, element_spec: Any) -> str:
     would see it. It is found out once.
     """
     if model not in _tried and not is_legacy:
-        _tried[model] = ""
+        _tried[model] = "", ""
         layers = [*model._flatten_layers()]
         parts = [*layers, *(part for one in layers for part in getattr(one, "operations", ()))]
         others = {id(part): part for part in parts if not _works_by_rows(part)}.values()
         name = next((name for name in ("train_step", "compute_loss") if overrides(model, name)), "")
-        if (name and model.run_eagerly) or not (name or others):
+        is_eager = model.run_eagerly or tf.config.functions_run_eagerly()
+        if (name and is_eager) or not (name or others):
             return ""
         names = [f"{type(one).__name__} {one.name!r}" for one in others if one is not model]
         subject = f"{name or 'call'} of {type(model).__name__}"
@@ -71,11 +72,12 @@ def what_mixes(model: Any, element_spec: Any) -> str:
         try:
             with warnings.catch_warnings():  # of Keras, about calls that the script does not make
                 warnings.simplefilter("ignore")
-                if kind := _kind_of_total(model, name, layers, element_spec):
-                    _tried[model] = f"{subject} {_TOLD[kind]}"
+                _tried[model] = subject, _kind_of_total(model, name, layers, element_spec)
         except Exception as error:
             log.logger.debug("%s cannot be tried on random rows: %r", subject, error)
-    return _tried.get(model, "")
+    subject, kind = _tried.get(model, ("", ""))
+    averages = {reducer.op for reducer in model_ranks.reducers_of(model)} == {Average}
+    return f"{subject} {_TOLD[kind]}" if kind == "mixes" or (kind and averages) else ""
 
 
 _MIXING = tuple(getattr(keras.layers, name, ()) for name in ("MixUp", "CutMix"))  # by chance
@@ -84,8 +86,6 @@ _MIXING = tuple(getattr(keras.layers, name, ()) for name in ("MixUp", "CutMix"))
 def _kind_of_total(model: Any, name: str, layers: Sequence[Any], element_spec: Any) -> str:
     """Whether the total "mixes" rows or is their "sum"; otherwise ""."""
     total = _of_step if name == "train_step" else _of_losses
-    reducers = model_ranks.reducers_of(model)
-    may_be_sum = {reducer.op for reducer in reducers} != {Average}
 
     def summed(data: Any) -> Any:
         every = tf.nest.flatten(total(model, data))
@@ -109,8 +109,8 @@ def _kind_of_total(model: Any, name: str, layers: Sequence[Any], element_spec: A
             lambda spec: tf.TensorSpec([None, *spec.shape[1:]], spec.dtype), element_spec
         )
         traced = tf.function(summed, autograph=False).get_concrete_function(specs)
-        may_be_sum |= trial.get().adds_up
-    return _kind_of_rows(traced, model, specs, may_be_sum)
+        is_known = trial.get().adds_up
+    return _kind_of_rows(traced, model, specs, is_known)
 
 
 def _infer(call: Any, *args: Any, training: Any = None, **kwargs: Any) -> Any:
@@ -133,7 +133,8 @@ def _of_step(model: Any, data: Any) -> Any:
     return [one for one in every if getattr(one, "graph", None) is here]
 
 
-def _kind_of_rows(traced: Any, model: Any, specs: Any, may_be_sum: bool) -> str:
+def _kind_of_rows(traced: Any, model: Any, specs: Any, is_known: bool) -> str:
+    """As above; sums count only if no other check knows them, and they draw and divide nothing."""
     random = np.random.default_rng(1)
     weights = {id(shards.inner_variable(weight).handle) for weight in model.weights}
     # Small ones, such as a factor of a loss, may have other values later.
@@ -143,7 +144,15 @@ def _kind_of_rows(traced: Any, model: Any, specs: Any, may_be_sum: bool) -> str:
         if id(v.handle) not in weights
     }
     value_of, nodes = _without_effects(traced, handles)
-    draws = any("Random" in node.op or "Multinomial" in node.op for node in nodes)
+    # A constant may be this rank's number of rows.
+    divisors = {node.input[1] for node in nodes if node.op in ("RealDiv", "Div", "DivNoNan")}
+    divisors |= {node.input[0] for node in nodes if node.op == "Cast" and node.name in divisors}
+    may_be_mean = is_known or any(
+        "Random" in node.op
+        or "Multinomial" in node.op
+        or (node.op == "Const" and node.name in divisors)
+        for node in nodes
+    )
     types = {value.type for node in nodes for value in node.attr.values()}
     tolerance = 0.02 if types & _HALVES else TOLERANCE
 
@@ -168,7 +177,7 @@ def _kind_of_rows(traced: Any, model: Any, specs: Any, may_be_sum: bool) -> str:
             largest = np.abs(losses).max()
             if abs(losses[0] + losses[1] - losses[2] - losses[3]) > tolerance * largest:
                 found.add("mixes")
-            elif not (draws or may_be_sum) and abs(losses[2] - alone) > tolerance * largest:
+            elif not may_be_mean and abs(losses[2] - alone) > tolerance * largest:
                 found.add("sum")
         if time.monotonic() > end:
             break

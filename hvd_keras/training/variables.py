@@ -19,8 +19,7 @@ def training_variables(model: Any) -> list[Any]:
     """Return the variables of a model and its optimizers, in the same order on all ranks."""
     # Builds the optimizer of compile if necessary. It cannot build others, such as a GAN's, because
     # it does not know which variables they update.
-    layers = model._flatten_layers()
-    found = [*model.variables, *recurrent_states(layers), *unlisted(layers).values()]
+    found = [*model.variables, *recurrent_states(model._flatten_layers())]
     reducers = model_ranks.reducers_of(model)
     for optimizer in model_ranks.optimizers_of(model, within=True):
         # Not the default of compile, which updates nothing in a model with distributed optimizers.
@@ -49,7 +48,7 @@ def unlisted(layers: Iterable[Any]) -> dict[str, Any]:
             for number, one in enumerate(every if few else [value]):
                 if hasattr(one, "handle") and hasattr(one, "assign"):
                     at = f"[{number}]" if few else ""
-                    found[f"{layer.name}.{name}{at}"] = one
+                    found[f"{layer.path}.{name}{at}"] = one
     return {name: v for name, v in found.items() if not isinstance(v, Variable)}
 
 

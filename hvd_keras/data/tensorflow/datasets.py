@@ -148,10 +148,13 @@ def source_of(source: Any) -> tuple[list[Any], str] | None:
             function = source._functions()[0].function
             captured, ops = function.captured_inputs, list(_ops(function.graph))
             fixed = [*captured, *(op.outputs[0] for op in ops if op.type == "Const")]
-            if any(op.op_def.is_stateful for op in ops) or not all(map(_is_small, fixed)):
+            reads = any(op.op_def.is_stateful or op.type == "ReadFile" for op in ops)
+            if reads or not all(map(_is_small, fixed)):
                 return None
             functions += f"{function.graph.as_graph_def()}{[c.numpy() for c in captured]}"
-        elif kind not in _ELEMENTWISE | _BATCHING | {"Shuffle", "Repeat", "Unbatch"}:
+        elif kind == "Shuffle":  # a script may give each rank a seed of its own
+            functions += f"{int(source._seed)} {int(source._seed2)}"
+        elif kind not in _ELEMENTWISE | _BATCHING | {"Repeat", "Unbatch"}:
             return None
         (source,) = source._inputs()
     tensors = list(source._tensors)

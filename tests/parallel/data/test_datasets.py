@@ -264,6 +264,6 @@ def test_repeated_data_of_several_fits_whatever_a_prefetch_has_begun(kind: str) 
 def test_a_cache_file_of_all_ranks_is_refused(directory) -> None:
     model = distributed_model()
     rows = data.shard(training.data(model, SIZE), batch_size=4)
-    with pytest.raises(ValueError, match=r"is one file for all ranks(.|\n)*by rank"):
+    with pytest.raises(ValueError, match=r"is one file for several ranks(.|\n)*by rank"):
         model.fit(rows.cache(f"{directory}/all").prefetch(2), verbose=0)
     model.fit(rows.cache(f"{directory}/{RANK}"), verbose=0)
