@@ -7,6 +7,7 @@ from hvd_keras.callbacks.base import Callback
 
 import hvd_keras as hvd
 from hvd_keras.gradients import model_ranks, specs
+from hvd_keras.runtime.keras import overrides
 from hvd_keras.training import fit_state, preprocessing, variables
 
 
@@ -77,7 +78,9 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
         # Not the optimizer's variables: Keras's counters occur elsewhere in their names.
         described = map(specs.spec_of, model_ranks.without_local(self.model.variables))
         specs.check_specs("broadcast", list(described), process_set)
-        shared = model_ranks.without_local(variables.training_variables(self.model))
+        # The first call of an eager step of one's own builds its optimizers.
+        builds = not (self.model.run_eagerly and overrides(self.model, "train_step"))
+        shared = model_ranks.without_local(variables.training_variables(self.model, builds))
         own = variables.average_accumulated(self.model, process_set)  # of an earlier fit
         own += variables.recurrent_states(layers)
         own += [v for rounds in model_ranks.rounds_of(self.model) for v in rounds.variables()]

@@ -15,8 +15,11 @@ from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.runtime.reductions import Adasum, Average, Max, Min
 
 
-def training_variables(model: Any) -> list[Any]:
-    """Return the variables of a model and its optimizers, in the same order on all ranks."""
+def training_variables(model: Any, builds: bool = True) -> list[Any]:
+    """Return the variables of a model and its optimizers, in the same order on all ranks.
+
+    ``builds``: the optimizer of ``compile`` is to update all weights of the model.
+    """
     # Builds the optimizer of compile if necessary. It cannot build others, such as a GAN's, because
     # it does not know which variables they update.
     found = [*model.variables, *recurrent_states(model._flatten_layers())]
@@ -24,7 +27,7 @@ def training_variables(model: Any) -> list[Any]:
     for optimizer in model_ranks.optimizers_of(model, within=True):
         # Not the default of compile, which updates nothing in a model with distributed optimizers.
         of_it = model_ranks.reducer_of(optimizer)
-        if optimizer is model.optimizer and (
+        if (builds and optimizer is model.optimizer) and (
             is_legacy or (not optimizer.built and (of_it is not None or not reducers))
         ):
             optimizer.build(model.trainable_variables)  # tf_keras skips this if it is built
