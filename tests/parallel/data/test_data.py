@@ -185,6 +185,12 @@ def test_batches_of_a_py_dataset_are_shuffled_whole_and_a_short_one_stays_last()
             assert real == ([9 * BATCH] if place == 9 else [])
 
 
+def test_a_py_datasets_own_shuffle_is_told(warned) -> None:
+    kind = type("Shuffled", (Batches,), {"on_epoch_end": lambda self: None})
+    data.shard(kind(*numbered(9 * BATCH)))
+    assert any("on_epoch_end of Shuffled" in text for text in warned) == (RANK == 0)
+
+
 def test_own_sample_weights_are_scaled_not_replaced() -> None:
     length = TOGETHER + 1
     x, y = numbered(length)
