@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_keras.gradients import model_ranks, shards
+from hvd_keras.gradients import model_ranks, shards, specs
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import Variable, flatten, innermost, is_legacy, keras, require
 from hvd_keras.runtime.process_sets import ProcessSet
@@ -41,18 +41,24 @@ def training_variables(model: Any, builds: bool = True) -> list[Any]:
 
 
 def unlisted(layers: Iterable[Any]) -> dict[str, Any]:
-    """Return the ``tf.Variable`` attributes of layers, which Keras 3 does not list, by name."""
-    found = {}
+    """Return the ``tf.Variable`` attributes of layers, which Keras 3 does not list.
+
+    By names that are the same on all ranks.
+    """
+    found: dict[str, Any] = {}
     for layer in () if is_legacy else layers:
         for name, value in vars(layer).items():
             every = value.values() if isinstance(value, dict) else value
             few = isinstance(value, (list, tuple, dict)) and len(value) < 100
             few &= not name.startswith("_self_")  # TensorFlow's own lists
             for number, one in enumerate(every if few else [value]):
-                if hasattr(one, "handle") and hasattr(one, "assign"):
+                is_variable = hasattr(one, "handle") and hasattr(one, "assign")
+                if is_variable and not isinstance(one, Variable):
                     at = f"[{number}]" if few else ""
-                    found[f"{layer.path}.{name}{at}"] = one
-    return {name: v for name, v in found.items() if not isinstance(v, Variable)}
+                    key = specs.common_path(layer.path or layer.name) + f".{name}{at}"
+                    same = sum(other.partition(", ")[0] == key for other in found)
+                    found[f"{key}, {same + 1}" if same else key] = one
+    return found
 
 
 def variables_of(optimizer: Any) -> list[Any]:
