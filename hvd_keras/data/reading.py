@@ -12,7 +12,7 @@ import numpy as np
 
 from hvd_keras.data.split import Split, order
 from hvd_keras.runtime import agree, log
-from hvd_keras.runtime.keras import PyDataset, keras
+from hvd_keras.runtime.keras import PyDataset, keras, overrides
 from hvd_keras.runtime.process_sets import ProcessSet
 
 _SECONDS = 5  # between lines of progress
@@ -115,7 +115,7 @@ def pydataset_reader(
 ) -> Source:
     """Read a ``PyDataset``. A rank reads only its own batches, and its rows of the last step."""
     number = number_of_batches(source) or 0
-    own = [n for n in ("on_epoch_begin", "on_epoch_end") if _overrides(source, n)]
+    own = [n for n in ("on_epoch_begin", "on_epoch_end") if overrides(source, n, of=PyDataset)]
     if own and split.rank == 0:
         log.warn_once(
             f"hvd.data.shard does not call {' and '.join(own)} of {type(source).__name__}, so what "
@@ -161,10 +161,6 @@ def pydataset_reader(
     sample = f"sample {digest(y_of(ends[0], flatten))}"
     described = length, batch_size, split, sample, shuffle
     return Source(*described, read, workers, unit=batch_size)
-
-
-def _overrides(source: Any, name: str) -> bool:
-    return getattr(type(source), name, None) is not getattr(PyDataset, name, None)
 
 
 def number_of_batches(source: Any) -> int | None:

@@ -64,11 +64,12 @@ def prepare(own: Fit, dataset: Any) -> None:
     own.passes = () if own.begins_anew else passes
     for one in passes:
         one.goes_on = goes_on and not own.begins_anew
-    own.source = _source_rows(dataset)
-    sharded = filter(passes_of, (dataset, own.arguments["validation_data"]))
-    names = [name for one in sharded for name in datasets.cache_files(one)]
-    own.caches = [[socket.gethostname(), name] for name in names]
     model, process_set = own.model, own.process_set
+    if process_set.size() > 1:
+        own.source = _source_rows(dataset)
+        sharded = filter(passes_of, (dataset, own.arguments["validation_data"]))
+        names = [name for one in sharded for name in datasets.cache_files(one)]
+        own.caches = [[socket.gethostname(), name] for name in names]
     averaging = model_ranks.step_set_of(model) or process_set
     # Before callbacks broadcast or restore, and before the ranks compare what they train.
     every = model_ranks.optimizers_of(model, within=True)

@@ -202,6 +202,6 @@ def replaced(owner: Any, attribute: str, value: Any) -> Iterator[None]:
         own.update(before)
 
 
-def overrides(model: Any, *names: str) -> bool:
-    """Whether the class of a model has a method of its own in place of one of ``keras.Model``."""
-    return any(getattr(type(model), name) is not getattr(keras.Model, name) for name in names)
+def overrides(one: Any, *names: str, of: Any = keras.Model) -> bool:
+    """Whether the class of a model has a method of its own in place of one of Keras's class."""
+    return any(getattr(type(one), name, None) is not getattr(of, name, None) for name in names)

@@ -161,9 +161,8 @@ def _kind_of_rows(traced: Any, model: Any, specs: Any, is_known: bool) -> str:
         return float(value_of(*tf.nest.flatten(joined)))
 
     found, end = set(), time.monotonic() + _SECONDS
-    for number in range(
-        _TRIALS if value_of else 0
-    ):  # few ids occur, which both parts may have in common
+    # Few ids occur, which both parts may have in common.
+    for number in range(_TRIALS if value_of else 0):
         draw = functools.partial(_drawn, rows=ROWS, random=random, number=number)
         one, other = (tf.nest.map_structure(draw, specs) for _ in "12")
         # Each row at each place, as rows draw random numbers by their places.
