@@ -80,7 +80,8 @@ def prepare(own: Fit, dataset: Any) -> None:
         own.problem = broadcasting.build(model, dataset.element_spec, optimizers=restores)
     several = averaging.size() > 1
     if several and can_look_at(dataset) and model_ranks.averages_rows_of(model):
-        own.mixes = step_trials.what_mixes(model, dataset.element_spec)
+        trial = step_trials.tried(model, dataset.element_spec)
+        own.mixes, own.constants = trial.what_mixes(model), trial.constants
     if process_set.size() > 1 and not is_legacy:
         keras_classes.read_by_rows(model, model._flatten_layers())
 

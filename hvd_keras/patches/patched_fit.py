@@ -345,7 +345,24 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
         )
     if mixes := next(filter(None, [theirs["mixes"] for theirs in gathered]), ""):
         missing_calls.tell(mixes, process_set)
+    _check_constants(own.constants, process_set)
     missing_calls.check_rows([theirs["rows"] for theirs in gathered], process_set)
+
+
+def _check_constants(mine: Any, process_set: ProcessSet) -> None:
+    """Tell that the ranks' losses, layers or steps have different constants; all ranks call it."""
+    gathered = agree.gather_if_different("constants", mine, process_set)
+    if gathered is None or None in gathered:
+        return
+    every = [{tuple(one) for one in theirs} for theirs in gathered]
+    common = set.intersection(*every)
+    differ = ["; ".join(sorted(text for text, _ in one - common)[:3]) or None for one in every]
+    missing_calls.tell(
+        "the ranks compute different functions of a batch, as numbers in a loss, a layer or the "
+        f"step differ. {agree.by_rank(differ, process_set)}. Compute them from the rows of all "
+        "ranks: hvd.allreduce(mean).",
+        process_set,
+    )
 
 
 def _process_set(model: Any, callbacks: list[Any]) -> ProcessSet | None:

@@ -32,13 +32,13 @@ def refresh(model: Any) -> None:
     """Recompute what a model's layers have derived from their variables, which have changed."""
     changed = False
     for layer in _flat(model._flatten_layers()):
-        before = _derived(layer)
+        before = derived(layer)
         with outside_graphs():  # constants of a graph would be no values
             if isinstance(layer, keras.layers.Normalization):
                 layer.finalize_state()
             elif hasattr(layer, "idf_weights"):
                 layer.idf_weights_const = layer.idf_weights.value()
-        changed |= any(map(_differ, before, _derived(layer)))
+        changed |= any(map(_differ, before, derived(layer)))
     if not changed:
         return
     # Functions that were traced before hold the old values as constants.
@@ -173,7 +173,8 @@ def _flat(layers: Iterable[Any]) -> list[Any]:
     return [layer for number, layer in found.items() if number not in hidden]
 
 
-def _derived(layer: Any) -> list[Any]:
+def derived(layer: Any) -> list[Any]:
+    """Return what a layer computes of what it has learnt, and keeps outside of variables."""
     if isinstance(layer, keras.layers.Normalization):
         return [getattr(layer, "mean", None), getattr(layer, "variance", None)]
     return [getattr(layer, "idf_weights_const", None)]

@@ -123,7 +123,7 @@ def _try(
         function.get_concrete_function(*(tf.TensorSpec([n, *shape], d) for shape, d in specs))
         for n in counts
     ]
-    if any(node.op.startswith("Hvd") for nodes in _nodes(functions[0]) for node in nodes):
+    if any(node.op.startswith("Hvd") for nodes in nodes_of(functions[0]) for node in nodes):
         return "unknown"  # it has the rows of all ranks by itself
     # Its variables must not change, and small ones, such as weights, may have other values later.
     handles = {id(v.handle): handle_of(some(v, random)) for v in functions[0].variables}
@@ -168,7 +168,7 @@ def some(variable: Any, random: Any) -> Any:
     return value
 
 
-def _nodes(traced: Any) -> list[Any]:
+def nodes_of(traced: Any) -> list[Any]:
     """The nodes of a function, and of each that it calls."""
     graph = traced.graph.as_graph_def()
     return [graph.node, *(inner.node_def for inner in graph.library.function)]
@@ -177,7 +177,7 @@ def _nodes(traced: Any) -> list[Any]:
 def _marks(traced: Any) -> set[float]:
     """The numbers that a function compares with, and those beside, except -1, 0 and 1."""
     values = [c.numpy() for c in traced.captured_inputs if c.dtype != tf.resource]
-    for nodes in _nodes(traced):
+    for nodes in nodes_of(traced):
         named = {node.name: node for node in nodes}
         for node in nodes:
             if node.op in ("IsNan", "IsFinite"):

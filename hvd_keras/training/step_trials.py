@@ -1,13 +1,15 @@
-"""Finds out whether what a model trains by follows from what it computes for each row of a batch.
+"""Traces what a model trains by, before the training, to see whether ranks train as one process.
 
-If it does not, N ranks do not train as one process. Names and operations do not tell, so it is
-tried on random rows, before the training.
+They do not if it does not follow from what is computed for each row of a batch; names and
+operations do not tell, so it is tried on random rows. Nor if the ranks compute with different
+constants, such as weights of classes in a closure.
 """
 
 import contextlib
 import contextvars
 import dataclasses
 import functools
+import itertools
 import time
 import warnings
 import weakref
@@ -17,27 +19,15 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras.gradients import model_ranks, origin, shards
+from hvd_keras.gradients import model_ranks, origin, shards, specs
 from hvd_keras.gradients.agreement import handle_of
 from hvd_keras.runtime import agree, log
 from hvd_keras.runtime.keras import is_legacy, keras, overrides, replaced
 from hvd_keras.runtime.reductions import Average
-from hvd_keras.training.row_trials import ROWS, TOLERANCE, some
+from hvd_keras.training import preprocessing
+from hvd_keras.training.row_trials import ROWS, TOLERANCE, is_of_keras, nodes_of, some
 
 _TRIALS, _SECONDS = 4, 1.0
-_HALVES = {tf.float16.as_datatype_enum, tf.bfloat16.as_datatype_enum}
-_tried: weakref.WeakKeyDictionary[Any, tuple[str, str]] = weakref.WeakKeyDictionary()
-
-
-@dataclasses.dataclass
-class Trial:
-    """The loss of a model is tried; those of ``keras.losses`` are means of predictions."""
-
-    adds_up: bool = False  # one is a sum, or has a value for each row
-
-
-trial: contextvars.ContextVar[Any] = contextvars.ContextVar("trial", default=None)
-
 _TOLD = {
     "mixes": "combines rows of the batch other than by a mean, and each rank has its rows alone, "
     "so the ranks do not train as one process. Compute each row from itself, or, in code of your "
@@ -46,45 +36,73 @@ _TOLD = {
     "smaller than those of one process. Divide the sum by the number of this rank's rows, or use "
     "op=hvd.Sum.",
 }
+_HALVES = {tf.float16.as_datatype_enum, tf.bfloat16.as_datatype_enum}
 
 
-def what_mixes(model: Any, element_spec: Any) -> str:
-    """Say what in a model trains by more than a mean over the rows of a batch; "" if nothing does.
+@dataclasses.dataclass
+class Trial:
+    """What a model trains by is traced; losses of ``keras.losses`` are means of predictions."""
 
-    This is a step or ``compute_loss`` of its own, or a layer that is not known to work on each row:
-    what it computes in inference, or by ``add_loss``. Losses of ``keras.losses``, batch
-    normalisation and regularizers of activities are weighed, or documented, by themselves. ""
-    also if that exchanges something or cannot be tried, or if a step runs eagerly, so that Python
-    would see it. It is found out once.
+    subject: str = ""  # code in it that is not Keras's
+    kind: str = ""  # "mixes" rows, or is their "sum"
+    adds_up: bool = False  # a loss is a sum, or has a value for each row
+    constants: list[list[str]] | None = None  # what floating-point ones are, and their hashes
+
+    def what_mixes(self, model: Any) -> str:
+        """Say what trains by more than a mean over the rows of a batch; "" if nothing does."""
+        averages = {reducer.op for reducer in model_ranks.reducers_of(model)} == {Average}
+        is_told = self.kind == "mixes" or (self.kind and averages)
+        return f"{self.subject} {_TOLD[self.kind]}" if is_told else ""
+
+
+_tried: weakref.WeakKeyDictionary[Any, Trial] = weakref.WeakKeyDictionary()
+trial: contextvars.ContextVar[Any] = contextvars.ContextVar("trial", default=None)
+
+
+def tried(model: Any, element_spec: Any) -> Trial:
+    """Try once what a model trains by, if not all of it is Keras's.
+
+    This is a step or ``compute_loss`` of its own, a loss, or a layer that is not known to work on
+    each row: what it computes in inference, or by ``add_loss``. Losses of ``keras.losses``, batch
+    normalisation and regularizers of activities are weighed, or documented, by themselves. The
+    trial is empty if that exchanges something or cannot be tried, or if a step runs eagerly, so
+    that Python would see it.
     """
-    if model not in _tried and not is_legacy:
-        _tried[model] = "", ""
-        layers = [*model._flatten_layers()]
-        parts = [*layers, *(part for one in layers for part in getattr(one, "operations", ()))]
-        others = {id(part): part for part in parts if not _works_by_rows(part)}.values()
-        name = next((name for name in ("train_step", "compute_loss") if overrides(model, name)), "")
-        is_eager = model.run_eagerly or tf.config.functions_run_eagerly()
-        if (name and is_eager) or not (name or others):
-            return ""
-        names = [f"{type(one).__name__} {one.name!r}" for one in others if one is not model]
-        subject = f"{name or 'call'} of {type(model).__name__}"
-        subject = " or ".join(names[:3]) if names and not name else subject
-        try:
-            with warnings.catch_warnings():  # of Keras, about calls that the script does not make
-                warnings.simplefilter("ignore")
-                _tried[model] = subject, _kind_of_total(model, name, layers, element_spec)
-        except Exception as error:
-            log.logger.debug("%s cannot be tried on random rows: %r", subject, error)
-    subject, kind = _tried.get(model, ("", ""))
-    averages = {reducer.op for reducer in model_ranks.reducers_of(model)} == {Average}
-    return f"{subject} {_TOLD[kind]}" if kind == "mixes" or (kind and averages) else ""
+    if model in _tried or is_legacy:
+        return _tried.get(model, Trial())
+    _tried[model] = found = Trial()
+    layers = [*model._flatten_layers()]
+    parts = [*layers, *(part for one in layers for part in getattr(one, "operations", ()))]
+    others = {id(part): part for part in parts if not _works_by_rows(part)}.values()
+    name = next((name for name in ("train_step", "compute_loss") if overrides(model, name)), "")
+    is_eager = model.run_eagerly or tf.config.functions_run_eagerly()
+    losses = filter(callable, tf.nest.flatten(getattr(model, "loss", None)))
+    has_own_loss = not all(is_of_keras(getattr(one, "fn", one)) for one in losses)
+    if (name and is_eager) or not (name or others or has_own_loss):
+        return found
+    names = [f"{type(one).__name__} {one.name!r}" for one in others if one is not model]
+    found.subject = f"{name or 'call'} of {type(model).__name__}"
+    found.subject = " or ".join(names[:3]) if names and not name else found.subject
+    try:
+        with warnings.catch_warnings():  # of Keras, about calls that the script does not make
+            warnings.simplefilter("ignore")
+            traced, rows = _traced(found, model, name, layers, element_spec)
+            if not any(v in model_ranks.local_variables for v in model.variables):
+                found.constants = _constants_of(traced, layers)
+            if name or others:
+                found.kind = _kind_of_rows(traced, model, rows, found.adds_up)
+    except Exception as error:
+        log.logger.debug("%s cannot be tried on random rows: %r", found.subject, error)
+    return found
 
 
 _MIXING = tuple(getattr(keras.layers, name, ()) for name in ("MixUp", "CutMix"))  # by chance
 
 
-def _kind_of_total(model: Any, name: str, layers: Sequence[Any], element_spec: Any) -> str:
-    """Whether the total "mixes" rows or is their "sum"; otherwise ""."""
+def _traced(
+    found: Trial, model: Any, name: str, layers: Sequence[Any], element_spec: Any
+) -> tuple[Any, Any]:
+    """The function of a batch that a model trains by, and the specs of batches of any size."""
     total = _of_step if name == "train_step" else _of_losses
 
     def summed(data: Any) -> Any:
@@ -93,7 +111,7 @@ def _kind_of_total(model: Any, name: str, layers: Sequence[Any], element_spec: A
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(agree.within(agree.is_building, True))
-        stack.enter_context(agree.within(trial, Trial()))
+        stack.enter_context(agree.within(trial, found))
         # No function within may keep what is traced here.
         stack.callback(tf.config.run_functions_eagerly, tf.config.functions_run_eagerly())
         tf.config.run_functions_eagerly(True)
@@ -105,12 +123,37 @@ def _kind_of_total(model: Any, name: str, layers: Sequence[Any], element_spec: A
             if isinstance(layer, (keras.layers.BatchNormalization, *_MIXING)):
                 inferring = functools.partial(_infer, layer.call)  # type: ignore[attr-defined]
                 stack.enter_context(replaced(layer, "call", inferring))
-        specs = tf.nest.map_structure(
+        rows = tf.nest.map_structure(
             lambda spec: tf.TensorSpec([None, *spec.shape[1:]], spec.dtype), element_spec
         )
-        traced = tf.function(summed, autograph=False).get_concrete_function(specs)
-        is_known = trial.get().adds_up
-    return _kind_of_rows(traced, model, specs, is_known)
+        return tf.function(summed, autograph=False).get_concrete_function(rows), rows
+
+
+def _constants_of(traced: Any, layers: Sequence[Any]) -> list[list[str]]:
+    """The floating-point constants of a function: names with values, and hashes.
+
+    Without what layers have learnt by ``adapt``, of which all ranks get the root's.
+    """
+    learnt = [value for one in layers for value in preprocessing.derived(one) if value is not None]
+    digests = {f"{agree.digest(value):x}" for value in learnt}
+    values = [
+        (node.name, tf.make_ndarray(node.attr["value"].tensor))
+        for node in itertools.chain(*nodes_of(traced))
+        if node.op == "Const" and tf.as_dtype(node.attr["dtype"].type).is_floating
+    ]
+    values += [
+        ("a tensor", outer.numpy())
+        for outer in traced.captured_inputs
+        if outer.dtype.is_floating and hasattr(outer, "numpy")
+    ]
+    described = (
+        [
+            f"{specs.common_path(name)} = {np.array2string(value, threshold=4, edgeitems=2)}",
+            f"{agree.digest(value):x}",
+        ]
+        for name, value in values
+    )
+    return sorted(one for one in described if one[1] not in digests)
 
 
 def _infer(call: Any, *args: Any, training: Any = None, **kwargs: Any) -> Any:
@@ -133,8 +176,11 @@ def _of_step(model: Any, data: Any) -> Any:
     return [one for one in every if getattr(one, "graph", None) is here]
 
 
-def _kind_of_rows(traced: Any, model: Any, specs: Any, is_known: bool) -> str:
-    """As above; sums count only if no other check knows them, and they draw and divide nothing."""
+def _kind_of_rows(traced: Any, model: Any, batch: Any, is_known: bool) -> str:
+    """Whether a total "mixes" rows or is their "sum"; otherwise "".
+
+    Sums count only if no other check knows them, and they draw and divide nothing.
+    """
     random = np.random.default_rng(1)
     weights = {id(shards.inner_variable(weight).handle) for weight in model.weights}
     # Small ones, such as a factor of a loss, may have other values later.
@@ -164,7 +210,7 @@ def _kind_of_rows(traced: Any, model: Any, specs: Any, is_known: bool) -> str:
     # Few ids occur, which both parts may have in common.
     for number in range(_TRIALS if value_of else 0):
         draw = functools.partial(_drawn, rows=ROWS, random=random, number=number)
-        one, other = (tf.nest.map_structure(draw, specs) for _ in "12")
+        one, other = (tf.nest.map_structure(draw, batch) for _ in "12")
         # Each row at each place, as rows draw random numbers by their places.
         pairs = (one, other), (other, one), (one, one), (other, other), (one, other)
         try:

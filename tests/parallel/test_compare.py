@@ -1,6 +1,7 @@
 """What differs between ranks is an error, or told, before it can harm a training."""
 
 import functools
+import re
 
 import keras
 import numpy as np
@@ -90,6 +91,48 @@ def test_models_that_differ(name: str) -> None:
     with pytest.raises(ValueError, match="The ranks train different models") as error:
         fit(make())
     assert told in str(error.value)
+
+
+def own_step(factor: float) -> keras.Model:
+    class OwnStep(keras.Sequential):
+        def train_step(self, data):
+            with tf.GradientTape() as tape:
+                loss = factor * tf.reduce_mean((self(data[0]) - data[1]) ** 2)
+            weights = self.trainable_weights
+            self.optimizer.apply(tape.gradient(loss, weights), weights)
+            return {"loss": loss}
+
+    return OwnStep([keras.Input((5,)), keras.layers.Dense(1)])
+
+
+def scaled(factor: float):
+    def activation(rows):
+        return rows * factor
+
+    return activation
+
+
+def scaled_loss(factor: float):
+    return lambda y, y_pred: keras.ops.mean((y - y_pred) ** 2 * tf.constant([factor]))
+
+
+FUNCTIONS = {
+    "loss": lambda factor: compiled(loss=scaled_loss(factor)),
+    "activation": lambda factor: compiled(model=net(activation=scaled(factor))),
+    "operation": lambda factor: compiled(
+        keras.Model(inputs := keras.Input((5,)), keras.layers.Dense(1)(inputs / factor))
+    ),
+    "step": lambda factor: compiled(own_step(factor)),
+}
+
+
+@pytest.mark.parametrize("differs", [True, False])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_numbers_in_functions_that_differ(name: str, differs: bool, warned) -> None:
+    fit(FUNCTIONS[name](by_rank(2.0, 3.0) if differs else 2.0))
+    told = [text for text in warned if "compute different functions" in text]
+    assert len(told) == (differs and RANK == 0)
+    assert all(re.search(r" = \[?2\..* = \[?3\.", text) for text in told)
 
 
 @pytest.mark.parametrize(
