@@ -68,13 +68,15 @@ class JobSpec:
         self, placement: Placement, directory: Path, job: str, secret: str, addresses: str
     ) -> Plan:
         given, dialect = self.options, self.dialect
-        interface = given.network_interface
+        network = given.network_interface
+        if network is None and dialect.takes_ranges:
+            network = common_network(placement.hosts)
         made = Plan(
             placement,
             self.is_local,
             directory,
             agent=self.shell.agent(job, dialect.kills_workers),
-            network=None if self.is_local else interface or common_network(placement.hosts),
+            network=None if self.is_local else network,
             oversubscribe=given.oversubscribe,
             extra=given.mpi_args,
             environment=self.rank_environment(placement.size, directory, job),

@@ -90,6 +90,18 @@ def test_the_command_for_several_hosts(hvdrun, engine: str) -> None:
     assert machines <= set(settings) or engine.startswith("Open MPI")
 
 
+@pytest.mark.parametrize("engine", VERSIONS)
+def test_the_network_of_all_hosts_is_for_mpis_that_take_a_range(hvdrun, engine: str) -> None:
+    near = [own for name, own in hosts._interfaces().items() if not own.is_loopback]
+    if not near:
+        pytest.skip("this host has no network")
+    neighbour = next(one for one in near[0].network.hosts() if not hosts.is_here(str(one)))
+    job = ("--mpirun", fake(hvdrun, "mpirun", VERSIONS[engine]), "-H", f"localhost:1,{neighbour}:1")
+    done = hvdrun.run(*job, "--dry-run", "true")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (str(near[0].network) in done.stdout) == engine.startswith("Open MPI")
+
+
 @pytest.mark.parametrize("engine", ["MPICH", "Open MPI 5"])
 def test_open_mpi_needs_a_temporary_folder_without_blanks(hvdrun, engine: str) -> None:
     (hvdrun.folder / "two words").mkdir()

@@ -67,6 +67,7 @@ class Dialect:
     # Its daemons on other hosts kill the workers, so that nothing but the agent can remove their
     # files when mpirun has died.
     kills_workers: ClassVar[bool] = False
+    takes_ranges: ClassVar[bool] = True  # of addresses, for its network
 
     def complete(self, plan: Plan) -> None:
         """Add what starts the ranks."""
@@ -156,7 +157,7 @@ class Hydra(Dialect):
     """
 
     is_intel: bool
-    kills_workers = True
+    kills_workers, takes_ranges = True, False
 
     def complete(self, plan: Plan) -> None:
         words = []
