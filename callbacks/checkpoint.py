@@ -97,9 +97,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             )
         self._hvd_process_set = process_set
         self.directory = pathlib.Path(directory).absolute()
-        self.keep = keep
-        self.save_freq = save_freq
-        self.restore = restore
+        self.keep, self.save_freq, self.restore = keep, save_freq, restore
         self._found: per_rank.Found | None = None
         self._initial_epoch: int | None = None
         self._training = ""  # its id, on rank 0
@@ -154,7 +152,8 @@ class Checkpoint(Callback):  # type: ignore[misc]
         fits, mine = found.metadata["fits"], [*self._fits, epochs]
         is_complete = len(fits) > len(mine) and fits[: len(mine)] == mine
         has_stopped = found.metadata["stopped"] and fits == mine
-        own = variables.training_variables(self.model)
+        rounds = model_ranks.rounds_of(self.model)
+        own, begun = found.match_rounds(variables.training_variables(self.model), rounds)
         # An earlier fit may have trained other variables.
         fits_here = not per_rank.differences(found.stored, found.metadata, own)
         if is_complete:
@@ -162,6 +161,8 @@ class Checkpoint(Callback):  # type: ignore[misc]
             fits_here = all(agree.gather_json(named, fits_here, self._hvd_process_set))
         if fits_here or not is_complete:
             self._restore(found, own)
+        for one in begun:
+            one.begin(is_restored=False)
         fit.restored = True
         number = len(self._fits) - len(fits) if is_complete else -1
         if then := resuming.random_of_rank(found, number, self._hvd_process_set):
@@ -286,7 +287,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             if described[-1]:
                 # On another number of ranks, only moving statistics, accumulated gradients, seeds
                 # (set below) and what sync_every lets differ get here.
-                same = ranks == process_set.size()
+                same = ranks == process_set.size() and not found.rounds
                 value = value[process_set.rank()] if same else per_rank.mean(value)
             shards.assign(variable, value)
         preprocessing.refresh(self.model)
@@ -340,7 +341,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         """Give callbacks the state that they had; return the metrics' values for this rank."""
         metrics, kept = [], []
         rank, ranks = self._hvd_process_set.rank(), found.metadata["ranks"]
-        for number, described in enumerate(found.more, len(found.stored)):
+        for number, described in enumerate(found.more, len(found.stored + found.rounds)):
             path, *_, by_rank = described
             if path.startswith(per_rank.CALLBACK):
                 weight = self.model.weights[int(path.rpartition(" ")[2])]
@@ -398,7 +399,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             layers = list(self.model._flatten_layers())
             divisible = [*variables.seed_states(layers), *variables.moving_statistics(layers)]
             divisible += variables.accumulators(self.model)
-            divisible += own if model_ranks.rounds_of(self.model) else []
+            divisible += own if found.rounds or model_ranks.rounds_of(self.model) else []
             differences += [
                 f"{path} differs between the {found.metadata['ranks']} ranks of the checkpoint, "
                 f"but now there are {self._hvd_process_set.size()} ranks"

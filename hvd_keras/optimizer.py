@@ -160,9 +160,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         local_sum = 1 if average_aggregated_gradients else passes
         shares = shard_state and process_set.size() > 1
         kind = zero.ShardedReducer if shares else reducer.KerasReducer
-        name = name or specs.next_name(process_set)
         own = kind(target, optimizer, name, options, chosen, local_sum)
         if sync_every is not None and inner.size() < process_set.size():
+            name = name or specs.next_name(process_set)
             wire = "int8" if is_int8 else wire_dtype(compression).name  # type: ignore[union-attr]
             how = outer_optimizer, process_set, inner_process_set, wire, fragments
             own.rounds = rounds.Rounds(target, name, sync_every, *how)
@@ -292,7 +292,7 @@ def _inner_set(inner: Any, process_set: ProcessSet) -> ProcessSet:
     """Return the ranks that average their gradients in each step. All ranks call it."""
     process_set.check_included("DistributedOptimizer")
     if inner is None:
-        return ThisRank()
+        return ThisRank() if process_set.size() > 1 else process_set
     if inner == "host" and process_set is global_process_set:
         return of_hosts()
     if not isinstance(inner, ProcessSet):

@@ -10,6 +10,7 @@ Every ``DistributedOptimizer`` and ``DistributedGradientTape`` has a ``GradientR
 
 import collections
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -54,8 +55,7 @@ class GradientReducer:
     def __init__(
         self, name: str | None, options: agreement.ExchangeOptions, groups: agreement.Groups
     ) -> None:
-        self.name = name or next_name(options.process_set)
-        self.options = options
+        self._given_name, self.options = name, options
         self.process_set, self.op = options.process_set, options.op
         self.groups = groups
         self.local: dict[int, Any] = {}  # this rank's own variables, by ``shards.variable_id``
@@ -66,6 +66,11 @@ class GradientReducer:
         self._compared = shards.VariableSet()  # those whose values were compared
         self._steps: Any = None  # counts those of a graph
         self.has_local = False  # any rank has local variables: all must clip alike
+
+    @functools.cached_property
+    def name(self) -> str:
+        """Identifies the reducer on all ranks."""
+        return self._given_name or next_name(self.process_set)
 
     def register_local(self, variable: Any) -> None:
         """Make a variable belong to this rank: no exchange of its gradient, no broadcast."""

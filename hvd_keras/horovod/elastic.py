@@ -234,8 +234,10 @@ class TensorFlowKerasState(TensorFlowState):
 
     def commit(self) -> None:
         if self._in_session is None:  # the file has rank 0's sums of gradients
-            process_set = model_ranks.process_set_of(self.model) or global_process_set
-            average_accumulated(self.model, process_set)
+            reducer = self.optimizer and model_ranks.reducer_of(self.optimizer)
+            process_set = reducer and reducer.process_set
+            process_set = process_set or model_ranks.process_set_of(self.model)
+            average_accumulated(self.model, process_set or global_process_set, self.optimizer)
         super().commit()
 
 

@@ -41,6 +41,7 @@ class Found:
     stored: list[Any]  # (path, shape, dtype, whether by rank) of each variable
     more: list[Any]  # the same of values of metrics and callbacks, which follow
     content: storage.Content | None  # only on the first rank
+    rounds: list[Any] = dataclasses.field(default_factory=list)  # that have ended; between both
 
     @property
     def tables(self) -> dict[str, Any]:
@@ -50,10 +51,30 @@ class Found:
 
     def value(self, index: int, process_set: ProcessSet) -> Any:
         """Return a value on all ranks; [ranks, *shape], if it differed by rank."""
-        _, shape, dtype, by_rank = [*self.stored, *self.more][index]
+        _, shape, dtype, by_rank = [*self.stored, *self.rounds, *self.more][index]
         mine = self.content.variables[index].value if self.content else None
         shape = [self.metadata["ranks"], *shape] if by_rank else shape
         return to_all_ranks(shape, dtype, mine, process_set)
+
+    def match_rounds(self, own: list[Any], rounds: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Leave out the state of ``sync_every`` if only the checkpoint has it, or the training.
+
+        Rounds are of several sets of ranks, of which one may be left, or may have been alone.
+
+        Args:
+            own: the variables of the training, those of rounds last.
+            rounds: its ``training.rounds.Rounds``.
+
+        Returns:
+            ``own`` without what the checkpoint lacks, and the rounds that begin.
+        """
+        paths = [path for path, *_ in self.stored]
+        begin = next((i for i, p in enumerate(paths) if p.startswith("common_0_")), len(paths))
+        if not rounds:
+            self.stored, self.rounds = self.stored[:begin], self.stored[begin:]
+        elif begin == len(paths):
+            return own[: -sum(len(one.variables()) + len(one.sent) for one in rounds)], rounds
+        return own, []
 
 
 def find(

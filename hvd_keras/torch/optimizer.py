@@ -83,7 +83,6 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     factor = gradient_predivide_factor
     call: dict[str, Any] = {"reduction": op.value, "wire": compression}
     call |= {"process_set": process_set.id(), "prescale": 1 / factor, "postscale": factor}
-    name = name or specs.next_name(process_set)
     local_sum = 1 if average_aggregated_gradients else passes
     Reducer(optimizer, name, process_set, local_sum, op, call)
     return outermost
@@ -198,7 +197,7 @@ class Reducer:
 
     Args:
         optimizer: the one whose methods are replaced.
-        name: identifies it on all ranks.
+        name: identifies it on all ranks. Default: its number within the process set.
         process_set: the ranks that train together.
         local_sum: the factor for Keras's mean over local steps.
         op: how the ranks' gradients are combined.
@@ -208,13 +207,13 @@ class Reducer:
     def __init__(
         self,
         optimizer: keras.optimizers.Optimizer,
-        name: str,
+        name: str | None,
         process_set: ProcessSet,
         local_sum: int,
         op: ReduceOp,
         call: dict[str, Any],
     ) -> None:
-        self.name, self.process_set, self.op = name, process_set, op
+        self._given_name, self.process_set, self.op = name, process_set, op
         self.averages_rows, self.is_sharded, self.rounds = True, False, None
         self._optimizer, self._local_sum, self._call = optimizer, local_sum, call
         self._compared: dict[tuple[int, ...], Values] = {}  # lists of variables
@@ -225,6 +224,11 @@ class Reducer:
         optimizer._hvd_reducer = self
         optimizer.apply = self._apply
         optimizer._clip_gradients = self._clip_gradients
+
+    @functools.cached_property
+    def name(self) -> str:
+        """Identifies the reducer on all ranks."""
+        return self._given_name or specs.next_name(self.process_set)
 
     def _apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """Replace ``Optimizer.apply``, which every step calls."""

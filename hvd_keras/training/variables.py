@@ -103,12 +103,10 @@ def accumulators(model: Any) -> list[Any]:
     return [v for one in optimizers for v in getattr(one, "_accumulated_gradients", ())]
 
 
-def accumulating(model: Any) -> dict[Any, list[Any]]:
+def _accumulating(optimizers: Iterable[Any]) -> dict[Any, list[Any]]:
     """Return the sums of this rank's own gradients since the last update, by reducer."""
     found: dict[Any, list[Any]] = {}
-    if is_legacy:  # which has no such optimizers; those of packages do it in their own way
-        return found
-    for optimizer in map(innermost, model_ranks.optimizers_of(model, within=True)):
+    for optimizer in optimizers:
         reducer = model_ranks.reducer_of(optimizer)
         steps = getattr(optimizer, "gradient_accumulation_steps", None)
         if reducer and steps and optimizer.built and int(optimizer._iterations) % steps:
@@ -116,17 +114,19 @@ def accumulating(model: Any) -> dict[Any, list[Any]]:
     return found
 
 
-def average_accumulated(model: Any, process_set: ProcessSet) -> list[Any]:
+def average_accumulated(model: Any, process_set: ProcessSet, other: Any = None) -> list[Any]:
     """Average the ranks' sums of gradients, as one process has them; return them.
 
     The update averages or adds them up over the ranks, so it is the same as before. Sums of another
-    number of steps than those of other ranks, as of a loaded file, are left out.
+    number of steps than those of other ranks, as of a loaded file, are left out. ``other``: an
+    optimizer that is in no attribute of the model.
     """
-    optimizers = list(map(innermost, model_ranks.optimizers_of(model, within=True)))
+    every = [*model_ranks.optimizers_of(model, within=True), *([] if other is None else [other])]
+    optimizers = list({id(one): one for one in map(innermost, every)}.values())
     accumulates = any(getattr(o, "gradient_accumulation_steps", None) for o in optimizers)
-    if is_legacy or not accumulates:
+    if is_legacy or not accumulates:  # optimizers of packages do it in their own way there
         return []
-    sums = accumulating(model)
+    sums = _accumulating(optimizers)
     steps = [
         int(optimizer._iterations) for optimizer in optimizers if getattr(optimizer, "built", False)
     ]

@@ -264,13 +264,19 @@ def test_a_restart_within_a_round_goes_on_bit_for_bit(
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("fragments", [1, 3])
-def test_fewer_ranks_go_on(directory, fragments) -> None:
-    pair = hvd.add_process_set([0, 1])
+@pytest.mark.parametrize(
+    ("left", "fragments", "inner"),
+    [((0, 1), 1, ""), ((0, 1), 3, ""), ((0,), 3, ""), ((0, 1), 1, "now"), ((0, 1), 3, "then")],
+)
+def test_fewer_ranks_go_on(directory, left, fragments, inner) -> None:
+    """They may be one set, which has no rounds, or may have been."""
+    some = hvd.add_process_set(left)
 
     def trained(ranks: Any, **how: Any) -> keras.Model:
         options = {"sync_every": 3, "outer_optimizer": nesterov(), "process_set": ranks}
         options |= {"fragments": fragments}
+        if inner == ("now" if ranks is some else "then"):
+            options["inner_process_set"] = ranks
         model = build(lambda: hvd.DistributedOptimizer(optimizers.Adam(0.01), **options))
         saved = hvd.callbacks.Checkpoint(directory / "saved", save_freq=2, process_set=ranks)
         fit(model, saved, *how.pop("more", ()), **how)
@@ -279,11 +285,11 @@ def test_fewer_ranks_go_on(directory, fragments) -> None:
     try:
         with pytest.raises(KeyboardInterrupt):
             trained(hvd.global_process_set, more=[training.Crash(10)], epochs=3)
-        if pair.included():
-            values = training.flat(trained(pair, epochs=3)).tobytes()
-            assert len({*hvd.allgather_object(values, process_set=pair)}) == 1
+        if some.included():
+            values = training.flat(trained(some, epochs=3)).tobytes()
+            assert len({*hvd.allgather_object(values, process_set=some)}) == 1
     finally:
-        hvd.remove_process_set(pair)
+        hvd.remove_process_set(some)
 
 
 @pytest.mark.ranks(3)

@@ -346,6 +346,20 @@ def test_commits_count_batches_of_steps_that_run_at_once() -> None:
 
 
 @pytest.mark.skipif(SIZE == 1, reason="the set of rank 0 is that of all ranks")
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_commit_has_the_accumulated_gradients_of_all_ranks(compiled: bool) -> None:
+    keras = pytest.importorskip("keras")
+    model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1, use_bias=False)])
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    optimizer = hvd_keras.DistributedOptimizer(optimizer)
+    optimizer.apply([tf.constant([[RANK + 1.0]])], model.trainable_variables)
+    if compiled:
+        model.compile(optimizer)
+    given = None if compiled else optimizer
+    horovod.tensorflow.elastic.TensorFlowKerasState(model, given).commit()
+    np.testing.assert_allclose(optimizer._accumulated_gradients[0], [[(SIZE + 1) / 2]])
+
+
 def test_process_sets_are_numbered_and_written_as_horovods() -> None:
     everyone = f"ProcessSet(process_set_id=0, ranks={list(range(SIZE))}, mpi_comm=None)"
     assert str(hvd.global_process_set) == everyone

@@ -229,6 +229,19 @@ def test_fits_of_two_models_of_trained_layers_and_of_two_data_in_turn(directory)
     np.testing.assert_array_equal(result(run("some")), result(undisturbed))
 
 
+def test_a_rank_may_load_a_model_for_itself(directory) -> None:
+    for fold in range(2):
+        model = dense()
+        model.compile(hvd.DistributedOptimizer(SGD(0.1)), "mse")
+        path = directory / f"{fold}.keras"
+        best = keras.callbacks.ModelCheckpoint(path)
+        model.fit(*mine(), verbose=0, callbacks=[BROADCAST(0), best])
+        if RANK == 0:
+            np.testing.assert_array_equal(
+                hvd.load_model(path).get_weights()[0], model.get_weights()[0]
+            )
+
+
 def test_a_model_around_a_distributed_one_may_train_alone() -> None:
     within = dense()
     within.compile(hvd.DistributedOptimizer(SGD(0.01)), "mse")
