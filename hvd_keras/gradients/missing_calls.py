@@ -7,10 +7,8 @@ warning. Other advice is a warning; with ``HVD_STRICT=1`` an error.
 import atexit
 import contextlib
 import contextvars
-import ctypes
 import json
 import math
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,13 +16,18 @@ from typing import Any, Literal
 
 from hvd_keras.gradients import model_ranks, shards
 from hvd_keras.runtime import agree, libraries, log, rank_info, settings
-from hvd_keras.runtime.keras import graph, is_eager, outside_graphs, unconverted, values_of
+from hvd_keras.runtime.keras import (
+    graph,
+    is_eager,
+    optimizer_classes,
+    outside_graphs,
+    unconverted,
+    values_of,
+)
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
 #: Whether ``fit`` is running.
 in_fit = contextvars.ContextVar("a fit is running", default=False)
-
-_POLL_SECONDS = 0.2
 
 # A loop that has made this many steps with different weights will not broadcast them any more.
 _STEPS_UNTIL_TOLD = 20
@@ -63,7 +66,7 @@ def apply(method: Any, optimizer: Any, grads: Any, trainable_variables: Any = No
         grads, variables = list(grads), trainable_variables
         if variables is None:
             variables = getattr(optimizer, "_trainable_variables", ())
-        _check_update(optimizer, grads, list(variables))
+        check_update(optimizer, grads, list(variables))
     return method(optimizer, grads, trainable_variables)
 
 
@@ -71,19 +74,18 @@ def apply_pairs(method: Any, optimizer: Any, grads_and_vars: Any, *args: Any, **
     """Replace ``Optimizer.apply_gradients`` of tf_keras, in the same way."""
     pairs = list(grads_and_vars)
     if not hasattr(optimizer, "_hvd_reducer"):
-        _check_update(optimizer, [grad for grad, _ in pairs], [variable for _, variable in pairs])
+        check_update(optimizer, [grad for grad, _ in pairs], [variable for _, variable in pairs])
     return method(optimizer, pairs, *args, **kwargs)
 
 
 @unconverted  # type: ignore[untyped-decorator]
-def _check_update(optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
+def check_update(optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
     """Raise a RuntimeError if an optimizer, not distributed, applies gradients of this rank alone.
 
     In a graph, when that is traced.
     """
     global _has_updated
     _has_updated = True
-    name = type(optimizer).__name__
     several = rank_info.is_initialized() and rank_info.size() > 1
     shards.check_clipping(optimizer, variables, model_ranks.local_variables if several else ())
     if (
@@ -95,11 +97,13 @@ def _check_update(optimizer: Any, gradients: list[Any], variables: list[Any]) ->
         or _averages_itself(optimizer, gradients, variables)
     ):
         return
+    name, can_wrap = type(optimizer).__name__, isinstance(optimizer, optimizer_classes)
     text = (
         f"optimizer {name} applies gradients of this rank alone, so each of the "
-        f"{rank_info.size()} ranks trains a different model. Use hvd.DistributedOptimizer({name}"
-        "(...)), or exchange the gradients with hvd.DistributedGradientTape. If a rank trains "
-        "alone on purpose, write: with hvd.local_fit(): ..."
+        f"{rank_info.size()} ranks trains a different model. "
+        + (f"Use hvd.DistributedOptimizer({name}(...)), or average" if can_wrap else "Average")
+        + " the gradients with hvd.allreduce (of a tape: hvd.DistributedGradientTape). If a rank "
+        "trains alone on purpose, write: with hvd.local_fit(): ..."
     )
     if not first_steps_are_local or in_fit.get() or not variables:
         # A graph may apply what the script has reduced outside of it; that cannot be seen.
@@ -118,8 +122,9 @@ def _check_update(optimizer: Any, gradients: list[Any], variables: list[Any]) ->
         return any(variable in reduced for variable in variables)
 
     last = time.monotonic() + _SECONDS_UNTIL_TOLD
-    is_first = rank_info.rank() == 0
-    _tell_later(text, is_reduced, lambda: is_reduced() or time.monotonic() >= last, is_first)
+    _tell_later(
+        text, global_process_set, is_reduced, lambda: is_reduced() or time.monotonic() >= last
+    )
 
 
 # Optimizers that have applied what the script has reduced; and how many bytes this process had
@@ -141,7 +146,7 @@ def note_tape(sources: Sequence[Any], gradients: Iterable[Any]) -> None:
     if variables and rank_info.is_initialized() and rank_info.size() > 1:
         if not (_updates_are_checked or model_ranks.alone.get()):
             _check_at_exit()
-        where = count("bytes") if is_eager() else weakref.ref(graph())
+        where = _by_script() if is_eager() else weakref.ref(graph())
         for variable in variables:
             shards.inner_variable(variable)._hvd_tape = where
 
@@ -184,7 +189,7 @@ def _averages_itself(optimizer: Any, gradients: list[Any], variables: list[Any])
     if is_eager():
         # What this process had exchanged when a tape returned the gradients; or, of those from
         # elsewhere, at the optimizer's last step.
-        before, now = _exchanged_before.get(optimizer), count("bytes")
+        before, now = _exchanged_before.get(optimizer), _by_script()
         _exchanged_before[optimizer] = now
         noted = [before if (number := _noted(v)) is None else number for v in variables]
         # An average of the loss is fewer bytes than gradients are, even if these are compressed.
@@ -304,9 +309,9 @@ def check_weights(
         last = count("requests") + requests * _STEPS_UNTIL_TOLD
         _tell_later(
             text,
+            process_set,
             lambda: all(variable in synchronized for variable in variables),
             lambda: count("requests") >= last,
-            process_set.rank() == 0,
         )
     return True
 
@@ -449,43 +454,27 @@ def count(what: Literal["requests", "bytes"], kinds: Iterable[str] = _OF_GRADIEN
     return sum(int(counters[kind][what]) for kind in kinds if kind in counters)
 
 
+_by_reducers = 0  # how many bytes they have exchanged in eager code
+
+
+@contextlib.contextmanager
+def of_reducer() -> Iterator[None]:
+    """A reducer exchanges gradients of its optimizer, and averages those of no other."""
+    global _by_reducers
+    before = count("bytes") if is_eager() else 0
+    yield
+    _by_reducers += count("bytes") - before if is_eager() else 0
+
+
+def _by_script() -> int:
+    return count("bytes") - _by_reducers
+
+
 def _tell_later(
-    text: str, is_needless: Callable[[], bool], is_due: Callable[[], bool], is_first: bool
+    text: str, process_set: ProcessSet, is_needless: Callable[[], bool], is_due: Callable[[], bool]
 ) -> None:
-    """Tell when it is due, at the latest at the end, unless the script made it needless by then.
-
-    The error is raised in the script's main thread, or ends the process with exit status 1; a
-    warning is of the first rank.
-    """
-    done = threading.Lock()
-
-    def tell_now(goes_on: bool = False) -> None:
-        if not done.acquire(blocking=False):  # the thread and the end of the script may meet here
-            return
-        atexit.unregister(tell_now)
-        if is_needless():
-            return
-        if not is_error(parts=True):
-            if is_first:
-                log.warn_once(text)
-        elif goes_on:
-            _raise_in_main_thread(f"hvd_keras: {text}{_ALLOWED}")
-        else:
-            log.fail_at_exit(f"{text}{_ALLOWED}")
-
-    def wait() -> None:
-        # In a graph later steps run no Python code, so a thread asks.
-        while rank_info.is_initialized() and not is_due() and not done.locked():
-            time.sleep(_POLL_SECONDS)
-        tell_now(goes_on=rank_info.is_initialized())
-
-    atexit.register(tell_now)
-    threading.Thread(target=wait, daemon=True, name="hvd_keras advice").start()
-
-
-def _raise_in_main_thread(text: str) -> None:
-    # Python makes the error from its class, without an argument.
-    members = {"__str__": lambda _: text, "__module__": "builtins"}
-    error = type("ValueError", (ValueError,), members)
-    thread = ctypes.c_ulong(threading.main_thread().ident or 0)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(error))
+    """Tell when it is due, at the latest at the end, unless the script made it needless by then."""
+    is_error_now = is_error(parts=True)
+    if is_error_now or process_set.rank() == 0:
+        text += _ALLOWED * is_error_now
+        log.tell_later(text, is_error_now, is_needless, is_due, rank_info.is_initialized)

@@ -422,9 +422,10 @@ class KerasReducer(GradientReducer):
                 shared = shards.without(variables)
                 shared = [v for v in shared if shards.variable_id(v) not in self.local]
             origin.check(self.name, grads, variables, self.process_set, shared)
-        step = self.begin(grads, variables)
-        with replaced(self, "step", step):
-            yield step
+        with missing_calls.of_reducer():
+            step = self.begin(grads, variables)
+            with replaced(self, "step", step):
+                yield step
 
     def state(self) -> list[Any]:
         weights = self.optimizer._trainable_variables

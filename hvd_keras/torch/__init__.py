@@ -1,8 +1,5 @@
 """Keras on PyTorch: eager collectives on torch's tensors, by the core's C API."""
 
-import sys
-import types
-
 from hvd_keras.runtime import gpu, libraries, settings
 
 # The modules here of names whose own module is for TensorFlow.
@@ -96,8 +93,6 @@ def install() -> None:
     from hvd_keras.torch import fitting
     from hvd_keras.training import variables
 
-    # By tensorboard's own switch, it does not import TensorFlow.
-    sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("notf"))
     fitting.install(fitting)
     variables.own_generators[:] = [fitting.Seed()]
     per_rank.generators["torch"] = (

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvd_keras.data.sources import Passes
 from hvd_keras.gradients import missing_calls
@@ -45,6 +46,12 @@ def install(backend: Backend) -> None:
     for owner, attribute, new in rows:
         require(owner, attribute, "to train on several ranks")
         replace(owner, attribute, new)
+    register_optimizer_step_pre_hook(_check_step)
+
+
+def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    missing_calls.check_update(optimizer, [one.grad for one in parameters], parameters)
 
 
 def _apply_scaled(

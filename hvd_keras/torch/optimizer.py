@@ -233,7 +233,8 @@ class Reducer:
     def _apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """Replace ``Optimizer.apply``, which every step calls."""
         if self.process_set.size() > 1 and not self._is_reduced:
-            grads = self._reduced(grads, trainable_variables)
+            with missing_calls.of_reducer():
+                grads = self._reduced(grads, trainable_variables)
         type(self._optimizer).apply(self._optimizer, grads, trainable_variables)
 
     def apply_scaled(

@@ -62,6 +62,20 @@ model = keras.Sequential([keras.layers.Dense(1)])
 fit(keras.optimizers.SGD(0.01), [broadcast])
 """
 
+# The exchange of one optimizer is none of the other's gradients.
+ONE_OF_TWO = """
+other = keras.models.clone_model(model)
+hvd.broadcast_variables(other.variables, 0)
+pairs = [(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)))]
+pairs += [(other, keras.optimizers.SGD(0.01))]
+for _ in range(3):
+    with tf.GradientTape(persistent=True) as tape:
+        losses = [tf.reduce_mean((net(x) - y) ** 2) for net, _ in pairs]
+    found = [tape.gradient(loss, net.weights) for loss, (net, _) in zip(losses, pairs)]
+    for gradients, (net, optimizer) in zip(found, pairs):
+        optimizer.apply(gradients, net.weights)
+"""
+
 NOT_DISTRIBUTED = "applies gradients of this rank alone"
 DIFFERENT = "began to train with different weights"
 
@@ -103,6 +117,7 @@ def test_gradients_that_a_script_assigns_itself(hvdrun, tape) -> None:
         pytest.param(LOOP, DIFFERENT, id="broadcast, loop"),
         pytest.param(BUILT + NO_TAPE, NOT_DISTRIBUTED, id="tape, loop"),
         pytest.param(SYNCHRONIZED + BUILT + ALONE, NOT_DISTRIBUTED, id="tape, loop, layer"),
+        pytest.param(BUILT + ONE_OF_TWO, NOT_DISTRIBUTED, id="one of two optimizers, eager loop"),
         pytest.param(BUILT + LOGGED, NOT_DISTRIBUTED, id="tape, eager loop, loss"),
         pytest.param(
             BUILT + EAGER,

@@ -4,6 +4,7 @@ import sys
 
 import numpy as np
 import pyarrow
+import pytest
 from pyarrow import parquet
 
 from tests.pytorch.jobs import run
@@ -225,6 +226,38 @@ def test_ranks_that_train_separately_are_an_error_or_warned_of(hvdrun) -> None:
     assert "ValueError: hvd_keras: all 2 ranks train on the same rows" in job.stderr
 
 
+@pytest.mark.parametrize("second", ["keras", "torch", "by hand"])
+def test_a_loop_that_exchanges_the_gradients_of_one_of_two_optimizers(hvdrun, second) -> None:
+    script = f"""
+        second = {second!r}
+        import hvd_keras as hvd, keras, numpy as np, torch
+        hvd.init()
+        x = torch.tensor(np.random.default_rng(hvd.rank()).normal(size=(8, 4)), dtype=torch.float32)
+        nets = [keras.Sequential([keras.Input([4]), keras.layers.Dense(3)]) for _ in range(2)]
+        hvd.broadcast_variables([v for net in nets for v in net.variables], 0)
+        own = hvd.DistributedOptimizer(keras.optimizers.Adam(0.1))
+        weights = nets[1].trainable_variables
+        other = keras.optimizers.Adam(0.1)
+        if second == "torch":
+            other = torch.optim.Adam([v.value for v in weights], lr=0.1)
+        for _ in range(3):
+            for net in nets:
+                net.zero_grad()
+                torch.mean((net(x) - x[:, :3]) ** 2).backward()
+            own.apply([v.value.grad for v in nets[0].weights], nets[0].weights)
+            gradients = [v.value.grad for v in weights]
+            if second == "by hand":
+                gradients = [hvd.allreduce(gradient) for gradient in gradients]
+            other.step() if second == "torch" else other.apply(gradients, weights)
+        print("went on")
+    """
+    hvdrun.environment["KERAS_BACKEND"] = "torch"
+    job = hvdrun.python(2, script)
+    alone = "optimizer Adam applies gradients of this rank alone"
+    assert (alone in job.stderr) == (second != "by hand"), job.stderr
+    assert job.stdout.count("went on") == 2 * (second == "by hand")
+
+
 def test_callbacks_decide_alike(hvdrun) -> None:
     script = """
         import hvd_keras as hvd, keras, numpy as np, pathlib, torch
@@ -274,6 +307,7 @@ def test_callbacks_decide_alike(hvdrun) -> None:
 
         names = f"derived {r}.csv", f"plain {r}.csv"
         writers = [Mine(names[0]), keras.callbacks.CSVLogger(names[1])]
+        writers.append(keras.callbacks.TensorBoard("board"))
         fit(keras.callbacks.CallbackList([]), *writers, hvd.callbacks.StatsLogger(f"stats {r}"))
         assert writers[0].steps == 4
         assert all(pathlib.Path(name).exists() == (r == 0) for name in (*names, f"stats {r}"))
