@@ -404,7 +404,7 @@ class Build:
         other = place / "libhvd_tensorflow.so"  # the package looks for both in one folder
         other.unlink(missing_ok=True)
         other.symlink_to(target.parent / other.name)
-        program = f"import sys, runpy, hvd_keras; hvd_keras.__path__.insert(0, {str(folder)!r}); "
+        program = f"import sys, runpy, hvd_keras; hvd_keras.__path__.append({str(folder)!r}); "
         program += "from hvd_keras.runtime import libraries; "
         program += f"libraries._tensorflow_folder().samefile({str(place)!r}) or sys.exit(0); "
         program += f"sys.argv[1:] = [{str(self.folder / 'tests' / 'libhvd_xla_gpu.so')!r}]; "
