@@ -44,6 +44,17 @@ class Passes:
         """The number of passes that this process has begun, and those that it continues."""
         return self.next - self._not_begun
 
+    def steps(self) -> int:
+        """How many steps this pass has, with those before the row at which it began."""
+        source = self.source
+        return self.unread + source.split.steps_from(self.start, source.length, source.batch_size)
+
+    def share_of_last_step(self) -> float:
+        """How many of the rows of this pass's last step are no padding for training."""
+        split, step = self.source.split, self.source.global_batch
+        rest = (self.source.length - self.start) % step
+        return rest / step if rest and split.uneven == "pad" and not split.evaluation else 1.0
+
     def begin_fit(self) -> None:
         """Let a fit over repeated data begin with the pass after those that were read."""
         if self.first is not None:
@@ -151,7 +162,7 @@ _ADVICE = {
 }
 
 
-def check_source(rows: Source, given: str, is_unshuffled: bool, process_set: ProcessSet) -> None:
+def check_source(rows: Source, given: str, process_set: ProcessSet) -> None:
     """Raise ValueError on all ranks if their sources or arguments (``given``) cannot be used."""
     split = rows.split
     # The first that differs is told; it often is why later ones do.
@@ -179,7 +190,7 @@ def check_source(rows: Source, given: str, is_unshuffled: bool, process_set: Pro
         )
     # In another order, other rows are left out in each epoch; but never as many as ranks.
     ranks = process_set.size()  # with a batch size for each, split.size counts shares
-    is_told = is_unshuffled or rows.left_out >= ranks
+    is_told = not rows.is_shuffled or rows.left_out >= ranks
     if rows.left_out and split.uneven != "trim" and is_told and not split.rank:
         log.logger.warning(
             "hvd.data.shard leaves out %s of %s rows, so that all %s ranks get the same number. "

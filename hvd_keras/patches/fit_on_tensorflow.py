@@ -113,6 +113,11 @@ def weigh_classes(arguments: dict[str, Any]) -> None:
         arguments["x"] = sharding.weigh_classes(dataset, arguments.pop("class_weight"))
 
 
+def logs_by_steps(model: Any) -> bool:
+    """Whether Keras logs losses of outputs in a graph, which has batches of any size."""
+    return not (model.run_eagerly or tf.config.functions_run_eagerly())
+
+
 def can_look_at(dataset: Any) -> bool:
     """Whether ``pass_first_batch`` can pass the batches of a dataset."""
     spec = tf.nest.flatten(getattr(dataset, "element_spec", ()))

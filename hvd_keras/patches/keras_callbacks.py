@@ -18,7 +18,7 @@ from hvd_keras.gradients.values import Values, row_hashes
 from hvd_keras.runtime import agree, log, settings
 from hvd_keras.runtime.keras import keras, replaced, snapshot, summary
 from hvd_keras.runtime.process_sets import ProcessSet
-from hvd_keras.training import rounds, variables
+from hvd_keras.training import metric_states, rounds, variables
 from hvd_keras.training.fit_state import Fit
 
 _WRITERS = tuple(
@@ -160,6 +160,42 @@ class CountSteps(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self._passes.read += int(getattr(self.model, "steps_per_execution", None) or 1)
+
+
+class CountRows(keras.callbacks.Callback):  # type: ignore[misc]
+    """Lets the last step of a pass over padded rows count by its real rows in an epoch's logs.
+
+    There, real rows have larger weights, so that gradients are those of all real rows. What that
+    step adds to the sums that metrics keep is divided by this factor.
+
+    Args:
+        passes: over the rows.
+        by_steps: Keras lets each step count alike in the losses of outputs.
+    """
+
+    _supports_tf_logs = True
+    _before: Sequence[Any] = ()  # the last step: the variables of metrics, and their values
+
+    def __init__(self, passes: Passes, by_steps: bool) -> None:
+        super().__init__()
+        self._passes, self._by_steps = passes, by_steps
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        steps = self._passes.steps()
+        if self._passes.share_of_last_step() == 1 or not batch + 1 == steps == self.params["steps"]:
+            return
+        of_outputs = getattr(getattr(self.model, "_compile_loss", None), "metrics", ())
+        of_outputs = of_outputs if self._by_steps else ()
+        metrics = [one for m in self.model.metrics for one in getattr(m, "metrics", None) or [m]]
+        metrics = [one for one in metrics if not any(one is other for other in of_outputs)]
+        sums = [v for one in metrics if metric_states.is_summable(one) for v in one.variables]
+        self._before = [(v, snapshot(v)) for v in sums if "float" in str(v.dtype)]
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        share = self._passes.share_of_last_step() if self._before else 1.0
+        for variable, before in self._before:
+            variable.assign(before + (snapshot(variable) - before) * share)
+        self._before = ()
 
 
 class _Internal(keras.callbacks.Callback):  # type: ignore[misc]

@@ -82,7 +82,7 @@ def shard(
     rows, spec, loading = agree.on_all_ranks("hvd.data.shard", look, process_set)
     rows.spec = spec
     given = f"{batch_size=}, {shuffle=}, {seed=}, {start_epoch=}, {uneven=}, {evaluation=}"
-    sources.check_source(rows, given, shuffle is False, process_set)
+    sources.check_source(rows, given, process_set)
     return Loader(Passes(start_epoch, None, rows), seed, **loading)
 
 

@@ -133,7 +133,7 @@ def nothing(*_: Any, **__: Any) -> Any:
 
 
 synchronize = weigh_classes = validate_together = nothing
-repeats = repeated = build_step = build_metrics = nothing
+repeats = repeated = build_step = build_metrics = logs_by_steps = nothing
 
 
 def check(model: Any) -> None:

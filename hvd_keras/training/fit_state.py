@@ -53,6 +53,9 @@ class Backend(Protocol):
     def rows_in_steps(self, source: Any) -> Any:
         """Describe how many rows each step has; None: that is unknown."""
 
+    def logs_by_steps(self, model: Any) -> bool:
+        """Whether Keras logs losses of outputs without knowing the numbers of rows."""
+
     def can_look_at(self, source: Any) -> bool:
         """Whether ``pass_first_batch`` can pass the batches of data."""
 

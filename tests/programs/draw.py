@@ -204,9 +204,11 @@ EXCLUDED: list[Rule] = [
     # docs/using/sharp-bits.md, "Output and files": sharded models need hvd.save_model.
     (lambda s: s.shards, [f"callbacks:{c}" for c in ("checkpoint", "best", "every_batch")]),
     (lambda s: s.shards, ["then:weights"]),
-    # docs/tables/combinations.md: with "pad" the logs of training count the padding.
-    (lambda s: s.pads_training, ["callbacks:csv", "callbacks:hears"]),
-    (lambda s: s.pads_training and not s.validates, [f"callbacks:{c}" for c in DECIDERS]),
+    # docs/tables/combinations.md: logs count the last step's padding.
+    (lambda s: s.logs_padding, ["callbacks:csv"]),
+    (lambda s: s.logs_padding and not s.validates, [f"callbacks:{c}" for c in DECIDERS]),
+    # Those of batches have it.
+    (lambda s: s.uneven == "pad", ["callbacks:hears"]),
     # hvd.data.shard: a PyDataset's batches, of which more ranks have more, are shuffled as wholes.
     (lambda s: s.data == "pydataset" and s.order == "hvd", ["order"]),
     # docs/embeddings.md, "State in shares"
@@ -289,8 +291,9 @@ class View(types.SimpleNamespace):
         # Rows have several targets, of which masks leave some out.
         self.is_sequence = self.body == "masked"
         self.has_table = self.body in ("embedding", "masked")
-        self.pads_training = self.uneven == "pad"
-        self.pads = self.pads_training or self.validation == "padded"
+        self.pads = self.uneven == "pad" or self.validation == "padded"
+        # Logs have the padding of a last step that is not taken alone.
+        self.logs_padding = self.uneven == "pad" and (self.at_once > 1 or self.repeat > 0)
         # There is a val_loss in each epoch.
         self.validates = self.validation != "none" and self.validation_freq == 1
         self.has_classes = self.loss in ("sparse", "ignored", "probabilities")

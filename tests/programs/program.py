@@ -184,7 +184,7 @@ class Program:
             has_restarted = spec.restart != "none" and self.step == "fit" and in_first
             first = max(0, len(values) - spec.epochs + 1) if has_restarted else 0
             found = np.asarray(values[first:], "float64")
-            compared = spec.average and (key.startswith("val_") or not spec.pads_training)
+            compared = spec.average and (key.startswith("val_") or not spec.logs_padding)
             self.seen[f"{self.step} history {key}"] = found if compared else len(found)
         self.look()
 

@@ -119,7 +119,7 @@ def shard(
 
     rows = agree.on_all_ranks("hvd.data.shard", look, process_set)
     given = f"{batch_size=}, {shuffle=}, {seed=}, {start_epoch=}, {uneven=}, {evaluation=}"
-    sources.check_source(rows, given, shuffle is False, process_set)
+    sources.check_source(rows, given, process_set)
     shuffling = source if datasets.seeds_of(source, alone=True) else None
     # A dataset of one element, the pass and its first row: made anew each time one begins.
     passes = Passes(start_epoch, shuffling, rows)
