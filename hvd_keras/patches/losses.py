@@ -32,7 +32,7 @@ from hvd_keras.patches.divided_losses import name_of
 from hvd_keras.runtime import agree, rank_info
 from hvd_keras.runtime.keras import call_loss, divisors, is_legacy, keras, overrides, replaced
 from hvd_keras.runtime.process_sets import ProcessSet
-from hvd_keras.training import fit_state, row_trials, step_trials
+from hvd_keras.training import fit_state, halves, row_trials
 
 
 @dataclasses.dataclass
@@ -295,7 +295,7 @@ def _of_all_rows(own: Weighing, regularizer: Any, output: Any) -> Any:
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
     """Replace ``keras.losses.Loss.__call__``, which every loss and every output calls."""
-    if (trial := step_trials.trial.get()) is not None:
+    if (trial := halves.trial.get()) is not None:
         value = loss_call(loss, y_true, y_pred, sample_weight)
         trial.adds_up |= getattr(loss, "reduction", None) in _SUMS
         if value.shape.rank:

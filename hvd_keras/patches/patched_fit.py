@@ -4,9 +4,11 @@ Before the callbacks begin, the model's variables are created and the ranks comp
 equal. When ``fit`` returns, the files that one rank has written are there for all.
 """
 
+import collections
 import contextlib
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -353,12 +355,16 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
 
 def _check_constants(mine: Any, process_set: ProcessSet) -> None:
     """Tell that the ranks' losses, layers or steps have different constants; all ranks call it."""
-    gathered = agree.gather_if_different("constants", mine, process_set)
+    digests = mine and sorted(digest for digest, _ in mine)  # names may differ
+    gathered = agree.gather_if_different("constants", digests, process_set)
     if gathered is None or None in gathered:
         return
-    every = [{tuple(one) for one in theirs} for theirs in gathered]
-    common = set.intersection(*every)
-    differ = ["; ".join(sorted(text for text, _ in one - common)[:3]) or None for one in every]
+    in_common: collections.Counter[str] = functools.reduce(
+        operator.and_, map(collections.Counter, gathered)
+    )
+    others = collections.Counter(digests) - in_common
+    own = sorted({text for digest, text in mine if digest in others})
+    differ = agree.gather_json("constants that differ", "; ".join(own[:3]) or None, process_set)
     missing_calls.tell(
         "the ranks compute different functions of a batch, as numbers in a loss, a layer or the "
         f"step differ. {agree.by_rank(differ, process_set)}. Compute them from the rows of all "

@@ -19,6 +19,7 @@ from hvd_keras.runtime.reductions import Average
 from hvd_keras.saving import storage
 from hvd_keras.torch import losses
 from hvd_keras.torch.losses import weighed
+from hvd_keras.training import halves
 from hvd_keras.training.fit_state import Backend, Fit, running
 
 
@@ -50,6 +51,8 @@ def install(backend: Backend) -> None:
 
 
 def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if halves.trial.get() is not None:
+        raise RuntimeError("a step with an optimizer of torch.optim is not tried")
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     missing_calls.check_update(optimizer, [one.grad for one in parameters], parameters)
 

@@ -90,7 +90,7 @@ class Fit:
     problem: Exception | None = None  # of this rank's model, which could not be traced
     unbuilt: str = ""  # which ranks' models have no variables, and why
     mixes: str = ""  # what in the model sees other rows of the batch, and how
-    constants: Any = None  # texts and hashes of those in what it trains by, if known
+    constants: Any = None  # hashes and texts of those in what it trains by, if known
     monitored: Sequence[str] = ()  # what callbacks of any rank decide by
     names: Sequence[Sequence[str]] = ()  # of the callbacks' classes, by rank
     ends_on_nan: bool = False  # a rank has TerminateOnNaN

@@ -226,6 +226,70 @@ def test_ranks_that_train_separately_are_an_error_or_warned_of(hvdrun) -> None:
     assert "ValueError: hvd_keras: all 2 ranks train on the same rows" in job.stderr
 
 
+def test_steps_and_layers_that_combine_or_add_up_rows_are_told(hvdrun) -> None:
+    script = """
+        import hvd_keras as hvd, keras, numpy as np, torch
+        hvd.init()
+        x = np.random.default_rng(hvd.rank()).normal(size=(16, 4)).astype("float32")
+
+        class Layer(keras.layers.Layer):
+            def call(self, x):
+                return {
+                    "first row": lambda: x - x[:1],
+                    "loss of sum": lambda: self.add_loss(torch.sum(x**2)) or x,
+                    "loss of mean": lambda: self.add_loss(torch.mean(x**2)) or x,
+                }.get(kind, lambda: x)()
+
+        class Own(keras.Model):
+            seen = 0
+            def train_step(self, data):
+                x, y = data
+                self.zero_grad()
+                wrong = torch.mean((self(x, training=True) - y) ** 2, 1)
+                self.seen += 1
+                self.kept.append(float(np.random.random()))
+                loss = {
+                    "step of sum": lambda: wrong.sum(),
+                    "step of mean": lambda: wrong.mean() + (self.weights[0] ** 2).sum(),
+                    "step of quotient": lambda: wrong.sum() / 4,
+                    "step of pairs": lambda: torch.nn.functional.cross_entropy(
+                        self(x) @ y.T, torch.arange(len(x))
+                    ),
+                    "step that gathers": lambda: hvd.allgather(wrong).mean(),
+                }[kind]()
+                loss.backward()
+                with torch.no_grad():
+                    weights = self.trainable_weights
+                    self.optimizer.apply([w.value.grad for w in weights], weights)
+                return {"loss": loss.detach()}
+
+        for kind in KINDS:
+            inputs = keras.Input([4])
+            drop = keras.layers.Dropout(0.5 * (kind == "step of mean"), seed=1)
+            hidden = drop(keras.layers.Dense(3)(Layer()(inputs)))
+            made = Own if kind.startswith("step") else keras.Model
+            model = made(inputs, keras.layers.BatchNormalization()(hidden))
+            model.kept, before = [], np.random.get_state()[1].tolist()
+            model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+            try:
+                broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+                model.fit(x, x[:, :3], batch_size=4, verbose=0, callbacks=[broadcast])
+            except ValueError as error:
+                print(kind, "mixes" if "other than by a mean" in str(error) else "sums")
+                assert not model.kept and np.random.get_state()[1].tolist() == before
+            else:
+                assert not isinstance(model, Own) or model.seen == len(model.kept) == 4
+    """
+    told = {"first row": "mixes", "step of pairs": "mixes"}
+    told |= dict.fromkeys(("loss of sum", "step of sum"), "sums")
+    kinds = [*told, "loss of mean", "step of mean", "step of quotient", "step that gathers"]
+    hvdrun.environment["HVD_STRICT"] = "1"
+    lines = run(hvdrun, 2, script.replace("KINDS", str(kinds))).splitlines()
+    for rank in "01":
+        of_rank = [line[4:] for line in lines if line.startswith(f"[{rank}] ")]
+        assert of_rank == [f"{kind} {how}" for kind, how in told.items()]
+
+
 @pytest.mark.parametrize("second", ["keras", "torch", "by hand"])
 def test_a_loop_that_exchanges_the_gradients_of_one_of_two_optimizers(hvdrun, second) -> None:
     script = f"""
