@@ -102,8 +102,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         self._initial_epoch: int | None = None
         self._training = ""  # its id, on rank 0
         self._resuming: resuming.Resuming | None = None
-        self._epoch = 0
-        self._batches = 0  # done in this epoch
+        self._epoch, self._batches = 0, 0  # and the batches of it that are done
         # Of each optimizer, the learning rate that the script has set before the first fit.
         self._rates: weakref.WeakKeyDictionary[Any, float | None] = weakref.WeakKeyDictionary()
         self._fits: list[int] = []  # the epochs of each fit with this instance that has ended
@@ -152,8 +151,8 @@ class Checkpoint(Callback):  # type: ignore[misc]
         fits, mine = found.metadata["fits"], [*self._fits, epochs]
         is_complete = len(fits) > len(mine) and fits[: len(mine)] == mine
         has_stopped = found.metadata["stopped"] and fits == mine
-        rounds = model_ranks.rounds_of(self.model)
-        own, begun = found.match_rounds(variables.training_variables(self.model), rounds)
+        variables.build_optimizers(self.model, found.metadata["updated"])
+        own, begun = found.match_rounds(self.model, variables.training_variables(self.model))
         # An earlier fit may have trained other variables.
         fits_here = not per_rank.differences(found.stored, found.metadata, own)
         if is_complete:
@@ -439,8 +438,8 @@ class Checkpoint(Callback):  # type: ignore[misc]
         fit = running(self.model)
         callbacks = fit.callbacks if fit else []
         mine_now = [bool(self.model.stop_training), resuming.numbers_of(callbacks)]
-        states = agree.gather_if_different("checkpoint callbacks", mine_now, process_set)
-        states = states or [mine_now]
+        name = "checkpoint callbacks"
+        states = agree.gather_if_different(name, mine_now, process_set) or [mine_now]
         kept = resuming.arrays_of(callbacks, states[0][1], self.model)
         values = [*map(snapshot, [*own, *metrics]), *(array.value for array in kept)]
         # Most variables are equal, by construction: these are written from rank 0 alone.
@@ -456,6 +455,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             "batch": batch,
             "ranks": process_set.size(),
             "rows": self._rows,
+            "updated": variables.updated_by(self.model),
             "rates": [self._rates.get(optimizer) for optimizer in self._optimizers()],
             "fits": [*self._fits, int(self.params["epochs"])],
             "ended": self._ended,

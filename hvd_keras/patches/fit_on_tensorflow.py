@@ -76,8 +76,7 @@ def prepare(own: Fit, dataset: Any) -> None:
     others = [o for o in every if o is not model.optimizer]
     is_built = variables.is_built(model) and all(getattr(o, "built", True) for o in others)
     if isinstance(dataset, tf.data.Dataset) and not is_built:
-        restores = any(getattr(one, "_hvd_needs_variables", False) for one in own.callbacks)
-        own.problem = broadcasting.build(model, dataset.element_spec, optimizers=restores)
+        own.problem = broadcasting.build(model, dataset.element_spec)
     several = averaging.size() > 1
     if several and can_look_at(dataset) and model_ranks.averages_rows_of(model):
         trial = step_trials.tried(model, dataset.element_spec)

@@ -19,7 +19,7 @@ from typing import Any
 import h5py  # type: ignore[import-untyped]
 import numpy as np
 
-from hvd_keras.gradients import shards
+from hvd_keras.gradients import model_ranks, shards
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import has_gpu
 from hvd_keras.runtime.process_sets import ProcessSet
@@ -56,19 +56,19 @@ class Found:
         shape = [self.metadata["ranks"], *shape] if by_rank else shape
         return to_all_ranks(shape, dtype, mine, process_set)
 
-    def match_rounds(self, own: list[Any], rounds: list[Any]) -> tuple[list[Any], list[Any]]:
+    def match_rounds(self, model: Any, own: list[Any]) -> tuple[list[Any], list[Any]]:
         """Leave out the state of ``sync_every`` if only the checkpoint has it, or the training.
 
         Rounds are of several sets of ranks, of which one may be left, or may have been alone.
 
         Args:
+            model: the one that is trained.
             own: the variables of the training, those of rounds last.
-            rounds: its ``training.rounds.Rounds``.
 
         Returns:
             ``own`` without what the checkpoint lacks, and the rounds that begin.
         """
-        paths = [path for path, *_ in self.stored]
+        rounds, paths = model_ranks.rounds_of(model), [path for path, *_ in self.stored]
         begin = next((i for i, p in enumerate(paths) if p.startswith("common_0_")), len(paths))
         if not rounds:
             self.stored, self.rounds = self.stored[:begin], self.stored[begin:]

@@ -91,20 +91,17 @@ def _tell_if_derived(variable: Any, before: Any, value: Any) -> None:
         )
 
 
-def build(
-    model: Any, element_spec: Any, whole_step: bool = False, optimizers: bool = True
-) -> Exception | None:
+def build(model: Any, element_spec: Any, whole_step: bool = False) -> Exception | None:
     """Create the variables of a compiled model, its metrics and its optimizers.
 
     Traces the step, if the model has a ``train_step`` or ``compute_loss`` of its own, or else the
     forward pass, into a graph that never runs. Variables are created outside of the graph, as in
     every step that Keras traces. An eager step of one's own, of which Python sees each call, is
-    traced only if calling the model does not build all layers, or for its ``optimizers``.
+    traced only if calling the model does not build all layers.
 
     Args:
         element_spec: the spec of the argument of ``train_step``, a ``Dataset.element_spec``.
         whole_step: trace Keras's own step, too, which creates the variables of metrics.
-        optimizers: those of which an eager step alone knows the variables must be built, too.
 
     Returns:
         The exception that the model raised, if it cannot be traced; then variables may be missing.
@@ -123,7 +120,7 @@ def build(
     # A step of the user's may use several optimizers; Keras's own needs the forward pass alone.
     traced = step if has_own_step or whole_step else forward
     is_eager = model.run_eagerly or tf.config.functions_run_eagerly()
-    if is_eager and has_own_step and not (whole_step or optimizers or is_legacy):
+    if is_eager and has_own_step and not (whole_step or is_legacy):
         with agree.within(agree.is_building, True), contextlib.suppress(Exception):
             tf.function(forward, autograph=False).get_concrete_function(element_spec)
         if not unbuilt(model):

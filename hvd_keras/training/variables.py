@@ -61,6 +61,29 @@ def unlisted(layers: Iterable[Any]) -> dict[str, Any]:
     return found
 
 
+def updated_by(model: Any) -> list[list[int] | None]:
+    """Return the places, among a model's variables, of those that each optimizer in it updates.
+
+    None stands for an optimizer that has no variables yet, or updates others.
+    """
+    places = {id(variable): i for i, variable in enumerate(model.variables)}
+    every = model_ranks.optimizers_of(model, within=True)
+    found = [getattr(one, "_trainable_variables", None) or () for one in every]
+    return [[places.get(id(v), -1) for v in of_one] or None for of_one in found]
+
+
+def build_optimizers(model: Any, updated: list[list[int] | None]) -> None:
+    """Let optimizers update what ``updated_by`` has returned for this model, if they are not built.
+
+    Only a step knows what those of a GAN update, for example.
+    """
+    every = model_ranks.optimizers_of(model, within=True)
+    for optimizer, places in zip(every, updated, strict=False):
+        is_known = places and -1 not in places and max(places) < len(model.variables)
+        if places and is_known and not optimizer.built:
+            optimizer.build([model.variables[i] for i in places])
+
+
 def variables_of(optimizer: Any) -> list[Any]:
     """Return an optimizer's variables, and its learning rate, which those of tf_keras leave out."""
     own = optimizer.variables  # a method in tf_keras's legacy family

@@ -128,6 +128,57 @@ def test_an_exception_in_fit_waits_for_the_file(hvdrun) -> None:
     assert "files: ['checkpoint-00000-0000002.h5']" in job.stdout, job.stdout
 
 
+def test_optimizers_of_which_a_step_alone_knows_the_variables_go_on(hvdrun) -> None:
+    script = """
+        import keras, numpy as np, torch
+        import hvd_keras as hvd
+        hvd.init()
+
+        class Two(keras.Model):
+            def __init__(self):
+                super().__init__()
+                self.nets = [keras.layers.Dense(4, kernel_initializer="ones") for _ in range(2)]
+                adam = keras.optimizers.Adam
+                self.own = [hvd.DistributedOptimizer(adam(0.01)) for _ in self.nets]
+            def call(self, x):
+                return self.nets[1](self.nets[0](x))
+            def train_step(self, data):
+                for net, optimizer in zip(self.nets, self.own):
+                    self.zero_grad()
+                    loss = torch.mean((self(data) - data) ** 2)
+                    loss.backward()
+                    with torch.no_grad():
+                        optimizer.apply([w.value.grad for w in net.weights], net.weights)
+                return {"loss": loss.detach()}
+
+        class Crash(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                if batch == 2:
+                    raise KeyboardInterrupt
+
+        x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+        def trained(folder, *crash):
+            model = Two()
+            model.compile()
+            data = hvd.data.shard(x, batch_size=8)
+            callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), *crash]
+            callbacks += [hvd.callbacks.Checkpoint(folder, save_freq=2)]
+            try:
+                model.fit(data, epochs=2, verbose=0, callbacks=callbacks)
+            except KeyboardInterrupt:
+                return trained(folder)
+            return [v.numpy() for v in model.variables + model.own[0].variables]
+
+        for one, other in zip(trained("undisturbed"), trained("again", Crash()), strict=True):
+            np.testing.assert_array_equal(one, other)
+        print("done")
+    """
+    hvdrun.environment["KERAS_BACKEND"] = "torch"
+    job = hvdrun.python(2, script)
+    assert job.stdout.count("done") == 2, job.stderr
+    assert "continuing from checkpoint-00000-0000002, epoch 1 of 2, batch 3" in job.stderr
+
+
 OTHER = """
     import pathlib, sys
     import keras, numpy as np
