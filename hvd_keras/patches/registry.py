@@ -123,6 +123,7 @@ def _common_rows() -> list[Patch]:
     export = functools.partial(storage.save, True)
     evaluate = functools.partial(patched_fit.evaluate, fit_on_tensorflow)
     fit = functools.partial(patched_fit.fit, fit_on_tensorflow)
+    v1_optimizer = tf.compat.v1.train.Optimizer
     return [
         (model, "fit", "to wait for files and to find what differs", fit),
         (model, "export", _WHOLE_FILES, export),
@@ -131,6 +132,7 @@ def _common_rows() -> list[Patch]:
         (tensorflow.saved_model, "save", _WHOLE_FILES, export),
         (model, "evaluate", _ONE_WRITER, evaluate),
         (model, "predict", _ONE_WRITER, evaluate),
+        (v1_optimizer, "apply_gradients", _NOT_DISTRIBUTED, missing_calls.apply_pairs),
         (tf.GradientTape, "gradient", "to find gradients that a script changes", origin.record),
         (keras.losses.Loss, "__call__", "to weigh the ranks' losses", losses.call),
     ]

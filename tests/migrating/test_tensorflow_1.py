@@ -51,7 +51,14 @@ optimizers = {
 for name, make_optimizer in optimizers.items():
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         loss, opt, step = model(make_optimizer, 0, slice(None))
-        train_op = opt.minimize(loss, global_step=step)
+        try:
+            opt.minimize(loss)
+        except RuntimeError as error:
+            assert "Optimizer applies gradients of this rank alone" in str(error)
+        else:
+            raise AssertionError("each rank may train alone")
+        with hvd.local_fit():
+            train_op = opt.minimize(loss, global_step=step)
         session.run(tf.compat.v1.global_variables_initializer())
         start = weights(session)
         for _ in range(12):
@@ -94,7 +101,9 @@ with tf.Graph().as_default(), tf.compat.v1.Session() as session:
                 loss, tf.compat.v1.trainable_variables(f"model{len(results)}")
             ))
             clipped, norm = tf.clip_by_global_norm(gradients, 0.1)
-            results.append((opt.apply_gradients(zip(clipped, variables)), norm, variables))
+            with hvd.local_fit():
+                train_op = opt.apply_gradients(zip(clipped, variables))
+            results.append((train_op, norm, variables))
     session.run(tf.compat.v1.global_variables_initializer())
     session.run(hvd.broadcast_global_variables(0))
     (_, alone, ours), (_, together, theirs) = results
