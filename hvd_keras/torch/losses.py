@@ -85,7 +85,7 @@ def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
     if place == "meta" or agree.is_building.get():
         return loss_call(loss, y_true, y_pred, sample_weight)
     if own is None:
-        is_loop = rank_info.is_initialized() and not missing_calls.in_fit.get()
+        is_loop = not missing_calls.in_fit.get() and rank_info.is_initialized()
         if not is_loop or rank_info.size() == 1 or not torch.is_grad_enabled():
             return loss_call(loss, y_true, y_pred, sample_weight)
     arguments = y_true, y_pred, sample_weight

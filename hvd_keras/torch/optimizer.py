@@ -124,6 +124,7 @@ class Ahead:
             for i in bucket
         ]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _see(self, number: int, i: int, _: Any) -> None:
         send: Any = self._sender()
         if send is None:
