@@ -462,8 +462,10 @@ def of_reducer() -> Iterator[None]:
     """A reducer exchanges gradients of its optimizer, and averages those of no other."""
     global _by_reducers
     before = count("bytes") if is_eager() else 0
-    yield
-    _by_reducers += count("bytes") - before if is_eager() else 0
+    try:
+        yield
+    finally:
+        _by_reducers += count("bytes") - before if is_eager() else 0
 
 
 def _by_script() -> int:

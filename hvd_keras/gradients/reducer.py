@@ -44,7 +44,8 @@ class GradientReducer:
     """Reduces this rank's gradients with those of the other ranks.
 
     Args:
-        name: identifies the reducer on all ranks. Default: its number within the process set.
+        name: identifies the reducer on all ranks. Default: its number within the process set, at
+            its first exchange if it is "": a rank may load a model to evaluate it alone.
         options, groups: how gradients are exchanged, and which of them share a request.
     """
 
@@ -55,7 +56,8 @@ class GradientReducer:
     def __init__(
         self, name: str | None, options: agreement.ExchangeOptions, groups: agreement.Groups
     ) -> None:
-        self._given_name, self.options = name, options
+        self._given_name = next_name(options.process_set) if name is None else name
+        self.options = options
         self.process_set, self.op = options.process_set, options.op
         self.groups = groups
         self.local: dict[int, Any] = {}  # this rank's own variables, by ``shards.variable_id``

@@ -157,11 +157,7 @@ _numbers: collections.defaultdict[int, Iterator[int]] = collections.defaultdict(
 
 
 def next_name(process_set: ProcessSet) -> str:
-    """Return the name of an optimizer without one, the same on all ranks of its process set.
-
-    Ask at its first exchange: a rank may make others that never exchange anything, such as that of
-    a model that it loads to evaluate it.
-    """
+    """Return the name of an optimizer without one, the same on all ranks of its process set."""
     return f"optimizer {next(_numbers[process_set.id()])}"
 
 

@@ -151,7 +151,7 @@ def load_model(
         if shard_state:
             _take_shares(model, compression)
         else:
-            optimizer.DistributedOptimizer(model.optimizer, compression=compression)
+            optimizer.DistributedOptimizer(model.optimizer, "", compression=compression)
     return model
 
 

@@ -174,7 +174,7 @@ class CountRows(keras.callbacks.Callback):  # type: ignore[misc]
     """
 
     _supports_tf_logs = True
-    _before: Sequence[Any] = ()  # the last step: the variables of metrics, and their values
+    _before: Sequence[Any] = ()  # the last step: metrics, their variables and values
 
     def __init__(self, passes: Passes, by_steps: bool) -> None:
         super().__init__()
@@ -186,15 +186,22 @@ class CountRows(keras.callbacks.Callback):  # type: ignore[misc]
             return
         of_outputs = getattr(getattr(self.model, "_compile_loss", None), "metrics", ())
         of_outputs = of_outputs if self._by_steps else ()
-        metrics = [one for m in self.model.metrics for one in getattr(m, "metrics", None) or [m]]
-        metrics = [one for one in metrics if not any(one is other for other in of_outputs)]
-        sums = [v for one in metrics if metric_states.is_summable(one) for v in one.variables]
-        self._before = [(v, snapshot(v)) for v in sums if "float" in str(v.dtype)]
+        every = [one for m in self.model.metrics for one in getattr(m, "metrics", None) or [m]]
+        sums = {id(one): one for one in every if metric_states.is_summable(one)}.values()
+        self._before = [
+            (one, [(v, snapshot(v)) for v in one.variables if "float" in str(v.dtype)])
+            for one in sums
+            if not any(one is other for other in of_outputs)
+        ]
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         share = self._passes.share_of_last_step() if self._before else 1.0
-        for variable, before in self._before:
-            variable.assign(before + (snapshot(variable) - before) * share)
+        for metric, before in self._before:
+            counts = [snapshot(v) - old for v, old in before if v is getattr(metric, "count", None)]
+            # One that a step of one's own updates once counts steps, not rows.
+            if self._passes.source.batch_size == 1 or not any(np.all(one == 1) for one in counts):
+                for variable, old in before:
+                    variable.assign(old + (snapshot(variable) - old) * share)
         self._before = ()
 
 

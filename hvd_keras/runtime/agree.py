@@ -22,6 +22,8 @@ from hvd_keras.runtime import libraries, rank_info
 
 #: This rank traces a step alone, only to create its variables: nothing may wait for other ranks.
 is_building = contextvars.ContextVar("hvd_keras is building a model", default=False)
+#: Whether this rank tries something by itself, in which other ranks may not take part.
+refuses = contextvars.ContextVar("hvd_keras exchanges nothing", default=False)
 
 #: What the core can send, by NumPy's names.
 DTYPES = {
@@ -136,6 +138,8 @@ class Request:
         stream: int = 0,
         allocate: Any = Allocate(),  # noqa: B008 (null)
     ) -> None:
+        if refuses.get():
+            raise RuntimeError(f"{kind} {name!r}: nothing is exchanged in a trial")
         words = (word.encode() for word in (kind, name, note, reduction, wire))
         call = _Call(*words, process_set, root, prescale, postscale, device, stream, allocate)
         self._owner: Any = owner, inputs, allocate

@@ -15,7 +15,6 @@ from hvd_keras.gradients import missing_calls, specs
 from hvd_keras.runtime import agree, flight
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.runtime.reductions import Adasum, Average, Max, Min, ReduceOp, Sum, chosen
-from hvd_keras.training import halves
 from hvd_keras.training.variables import give_each_rank_its_own_randomness
 
 Tensors = Sequence[torch.Tensor]
@@ -74,8 +73,6 @@ class Exchange:
     """
 
     def __init__(self, kind: str, tensors: Tensors, outputs: Tensors = (), **call: Any) -> None:
-        if halves.trial.get() is not None:
-            raise RuntimeError("what exchanges rows itself is not tried")
         self._inputs = [tensor.detach() for tensor in tensors]
         if kind in ("allreduce", "broadcast") and not outputs:
             outputs = list(map(torch.empty_like, self._inputs))
@@ -403,6 +400,7 @@ def broadcast_variables(
         values = grouped_broadcast(values, root_rank, f"variables {number}", process_set)
         for variable, value in zip(bucket, values, strict=True):
             variable.assign(value)
+            variable.value._hvd_broadcast = True
         missing_calls.synchronized.add(*bucket)
     seeds = [v for v in variables if specs.common_path(v.path).endswith("seed_generator_state")]
     give_each_rank_its_own_randomness(seeds, process_set)

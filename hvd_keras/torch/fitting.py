@@ -19,7 +19,6 @@ from hvd_keras.runtime.reductions import Average
 from hvd_keras.saving import storage
 from hvd_keras.torch import losses
 from hvd_keras.torch.losses import weighed
-from hvd_keras.training import halves
 from hvd_keras.training.fit_state import Backend, Fit, running
 
 
@@ -51,10 +50,11 @@ def install(backend: Backend) -> None:
 
 
 def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    if halves.trial.get() is not None:
-        raise RuntimeError("a step with an optimizer of torch.optim is not tried")
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    missing_calls.check_update(optimizer, [one.grad for one in parameters], parameters)
+    every = [one for group in optimizer.param_groups for one in group["params"]]
+    # Others, such as an adversarial example, may be of this rank.
+    shared = [one for one in every if one.grad is not None and hasattr(one, "_hvd_broadcast")]
+    if shared:
+        missing_calls.check_update(optimizer, [one.grad for one in shared], shared)
 
 
 def _apply_scaled(

@@ -58,9 +58,9 @@ def weighed(
 
     @functools.wraps(one_step)
     def step(*args: Any, **kwargs: Any) -> Any:
-        if method == "train_step":
-            trials.check(model, one_step, args[0], process_set)
         with contextlib.ExitStack() as stack:
+            if method == "train_step":
+                stack.enter_context(trials.checked(model, args[0], process_set))
             for layer in model._flatten_layers():
                 local = getattr(layer, "activity_regularizer", None)
                 if averages and local is not None and type(local) not in _SUMS:

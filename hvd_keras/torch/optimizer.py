@@ -83,6 +83,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     factor = gradient_predivide_factor
     call: dict[str, Any] = {"reduction": op.value, "wire": compression}
     call |= {"process_set": process_set.id(), "prescale": 1 / factor, "postscale": factor}
+    name = name or specs.next_name(process_set)
     local_sum = 1 if average_aggregated_gradients else passes
     Reducer(optimizer, name, process_set, local_sum, op, call)
     return outermost
@@ -198,7 +199,7 @@ class Reducer:
 
     Args:
         optimizer: the one whose methods are replaced.
-        name: identifies it on all ranks. Default: its number within the process set.
+        name: identifies it on all ranks.
         process_set: the ranks that train together.
         local_sum: the factor for Keras's mean over local steps.
         op: how the ranks' gradients are combined.
@@ -208,13 +209,13 @@ class Reducer:
     def __init__(
         self,
         optimizer: keras.optimizers.Optimizer,
-        name: str | None,
+        name: str,
         process_set: ProcessSet,
         local_sum: int,
         op: ReduceOp,
         call: dict[str, Any],
     ) -> None:
-        self._given_name, self.process_set, self.op = name, process_set, op
+        self.name, self.process_set, self.op = name, process_set, op
         self.averages_rows, self.is_sharded, self.rounds = True, False, None
         self._optimizer, self._local_sum, self._call = optimizer, local_sum, call
         self._compared: dict[tuple[int, ...], Values] = {}  # lists of variables
@@ -226,16 +227,10 @@ class Reducer:
         optimizer.apply = self._apply
         optimizer._clip_gradients = self._clip_gradients
 
-    @functools.cached_property
-    def name(self) -> str:
-        """Identifies the reducer on all ranks."""
-        return self._given_name or specs.next_name(self.process_set)
-
     def _apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """Replace ``Optimizer.apply``, which every step calls."""
         if self.process_set.size() > 1 and not self._is_reduced:
-            with missing_calls.of_reducer():
-                grads = self._reduced(grads, trainable_variables)
+            grads = self._reduced(grads, trainable_variables)
         type(self._optimizer).apply(self._optimizer, grads, trainable_variables)
 
     def apply_scaled(
@@ -249,6 +244,7 @@ class Reducer:
         with replaced(self, "_is_reduced", True):
             apply(grads, variables)
 
+    @missing_calls.of_reducer()
     def _reduced(self, grads: Sequence[Any], given: Sequence[Any] | None) -> list[Any]:
         """Exchange the gradients of a step, unless the optimizer accumulates them."""
         shown: Any = self._optimizer._trainable_variables if given is None else given

@@ -1,8 +1,10 @@
-"""Tries what a model trains by on parts of its first batch, as ``training.step_trials`` does."""
+"""Finds out on the first batch whether a model trains by more than a mean over its rows.
+
+Losses and layers are tried on parts of the batch. A ``train_step`` of one's own, whose Python code
+would see that, is not: only whether it sums rows, by the graph of the loss that it trains by.
+"""
 
 import contextlib
-import functools
-import io
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,90 +17,112 @@ from hvd_keras.gradients import missing_calls
 from hvd_keras.runtime import agree, log
 from hvd_keras.runtime.keras import replaced
 from hvd_keras.runtime.process_sets import ProcessSet
-from hvd_keras.training import halves
+from hvd_keras.training import halves, variables
 
 
-def check(model: Any, train_step: Callable[[Any], Any], data: Any, process_set: ProcessSet) -> None:
-    """Tell on all ranks, once, if a model trains by more than a mean over the rows of a batch.
-
-    Python code of a step, such as what it prints, runs for the parts, too; what it assigns to
-    variables and to numbers and lists of the model is undone.
-    """
-    if model in halves.known:
+@contextlib.contextmanager
+def checked(model: Any, data: Any, process_set: ProcessSet) -> Iterator[None]:
+    """Tell on all ranks if a step of training combines rows or adds them up; once a process set."""
+    if (number := process_set.id()) in (seen := vars(model).setdefault("_hvd_tried", set())):
+        yield
         return
+    seen.add(number)
     found, name, has_others = halves.begin(model)
-    modules = [one for one in model._flatten_layers() if hasattr(one, "module")]
-    buffers = [key for one in modules for key, _ in one.module.named_buffers()]
-    if not (name or has_others) or any(key.endswith("running_mean") for key in buffers):
-        return
-    total = _of_step if name == "train_step" else _of_losses
-    try:
-        with halves.trying(found, model), _undone(model) as undo:
-            found.kind = _kind(
-                found, model, functools.partial(total, model, train_step), data, undo
-            )
-    except Exception as error:  # other ranks have the same, and wait for what it is
-        log.logger.debug("%s cannot be tried on parts of a batch: %r", found.subject, error)
+    if name == "train_step":
+        with replaced(torch.autograd, "backward", _watching(found, torch.autograd.backward, data)):
+            yield
+    elif name or has_others:
+        try:
+            with halves.trying(found, model), _undone(model) as undo:
+                found.kind = _kind(found, model, data, undo)
+        except Exception as error:  # other ranks have the same, or wait for what it is
+            log.logger.debug("%s cannot be tried on parts of a batch: %r", found.subject, error)
     kinds = agree.gather_json("kind of a step", found.kind, process_set)
     found.kind = min(filter(None, kinds), default="")
     if told := found.what_mixes(model):
         missing_calls.tell(told, process_set)
+    if name != "train_step":
+        yield
 
 
-def _of_losses(model: Any, _: Any, data: Any) -> list[Any]:
-    return [halves.of_losses(model, data)]
+def _watching(found: halves.Trial, backward: Callable[..., Any], data: Any) -> Callable[..., Any]:
+    """``torch.autograd.backward``, which looks for sums of the rows of some data."""
+    counts = {len(one) for one in keras.tree.flatten(data) if torch.is_tensor(one) and one.dim()}
+
+    def watch(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        for one in [tensors] if torch.is_tensor(tensors) else tensors:
+            if _sums(one, counts - {1}):
+                found.kind = "sum"
+        return backward(tensors, *args, **kwargs)
+
+    return watch
 
 
-def _of_step(_: Any, train_step: Callable[[Any], Any], data: Any) -> list[Any]:
-    """What a step of one's own computes gradients of."""
-    every: list[Any] = []
-
-    def backward(tensors: Any, *_: Any, **__: Any) -> None:
-        every.extend([tensors] if torch.is_tensor(tensors) else tensors)
-
-    def grad(outputs: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-        backward(outputs)
-        return [torch.zeros_like(one) for one in ([inputs] if torch.is_tensor(inputs) else inputs)]
-
-    with replaced(torch.autograd, "backward", backward), replaced(torch.autograd, "grad", grad):
-        train_step(data)
-    return every
+# What passes on a loss, neither multiplied nor divided.
+_PASSING = ("Add", "Sub", "Neg", "ToCopy", "View", "Clone", "Squeeze", "Unsafe")
+_SUM = 2  # a reduction of torch's functions
 
 
-def _kind(found: Any, model: Any, total: Callable[[Any], Any], data: Any, undo: Any) -> str:
+def _sums(loss: Any, counts: set[int]) -> bool:
+    """Whether a loss contains a sum over one of so many rows, as it is."""
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        name = type(node).__name__
+        sizes = getattr(node, "_saved_self_sym_sizes", ()) if name == "SumBackward0" else ()
+        is_of_rows = bool(sizes) and int(sizes[0]) in counts and not _is_of_weights(node)
+        if is_of_rows or getattr(node, "_saved_reduction", 0) == _SUM:
+            return True
+        if name.startswith(_PASSING):
+            waiting += [following for following, _ in node.next_functions]
+    return False
+
+
+def _is_of_weights(node: Any) -> bool:
+    """Whether a number is made of weights alone, element by element, as regularizers are."""
+    waiting, elementwise = [node], ("Sum", "Pow", "Mul", "Abs", "View", "ToCopy", "AccumulateGrad")
+    while waiting:
+        node = waiting.pop()
+        if not type(node).__name__.startswith(elementwise):
+            return False
+        waiting += [following for following, _ in node.next_functions if following is not None]
+    return True
+
+
+def _kind(found: halves.Trial, model: Any, data: Any, undo: Callable[[], None]) -> str:
     tensors = [one for one in keras.tree.flatten(data) if torch.is_tensor(one) and one.dim()]
     counts = {len(one) for one in tensors}
     if len(counts) != 1 or (half := min(counts) // 2) == 0:
         return ""
     one, other = np.arange(half), np.arange(half, 2 * half)
-    losses, divides = [], False
-    pairs = (one, other), (other, one), (one, one), (other, other), (one, other)
-    for number, parts in enumerate((*pairs, (one,), (one,))):
+
+    def loss_of(*parts: Any) -> float:
         rows = torch.as_tensor(np.concatenate(parts))
 
-        def part(tensor: Any, rows: Any = rows) -> Any:
+        def part(tensor: Any) -> Any:
             is_of_rows = torch.is_tensor(tensor) and tensor.dim()
             return tensor[rows.to(tensor.device)] if is_of_rows else tensor
 
-        if number <= len(pairs):  # not the last, which draws other numbers if it draws any
-            undo()
-        every = total(keras.tree.map_structure(part, data))
-        divides |= any(map(_may_divide, every))
-        losses.append(sum(float(loss.detach().double().sum()) for loss in every))
-    *losses, again, alone, drawn = losses
-    if losses[0] != again:  # it draws other numbers
+        losses.append(halves.of_losses(model, keras.tree.map_structure(part, data)))
+        return float(losses[-1].detach().double().sum())
+
+    def again(*parts: Any) -> float:
+        undo()
+        return loss_of(*parts)
+
+    losses: list[Any] = []
+    values = [again(a, b) for a, b in ((one, other), (other, one), (one, one), (other, other))]
+    alone = again(one)
+    if loss_of(one) != alone:  # it draws random numbers
         return ""
     dtypes = {str(layer.compute_dtype) for layer in model._flatten_layers()}
     tolerance = 0.02 if any("16" in dtype for dtype in dtypes) else 1e-4
-    may_be_mean = found.adds_up or divides or drawn != alone
-    return halves.kind_of_losses(losses, alone, tolerance, may_be_mean)
+    may_be_mean = found.adds_up or any(map(_is_scaled, losses))
+    return halves.kind_of_losses(values, alone, tolerance, may_be_mean)
 
 
-# What passes on a loss that is divided, perhaps by this rank's number of rows.
-_PASSING = ("Add", "Sub", "Neg", "ToCopy", "View", "Clone", "Squeeze", "Unsafe")
-
-
-def _may_divide(loss: Any) -> bool:
+def _is_scaled(loss: Any) -> bool:
+    """Whether a sum in a loss may be divided by this rank's number of rows."""
     waiting = [loss.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -112,35 +136,36 @@ def _may_divide(loss: Any) -> bool:
 
 @contextlib.contextmanager
 def _undone(model: Any) -> Iterator[Callable[[], None]]:
-    """Undo at the end, and when it is asked for, what steps change."""
-    every = [*model.variables, *(v for metric in model.metrics for v in metric.variables)]
+    """Undo at the end, and when it is asked for, what layers and losses change."""
+    layers, metrics = list(model._flatten_layers()), list(model.metrics)
+    every = [*model.variables, *(v for metric in metrics for v in metric.variables)]
+    every += variables.global_seed_states()
     tensors = [*(variable.value for variable in every), *model.buffers()]
     values = [tensor.detach().clone() for tensor in tensors]
-    gradients = [tensor.grad for tensor in tensors]
 
-    def plain() -> dict[str, Any]:
-        return {k: v for k, v in vars(model).items() if isinstance(v, (bool, int, float, str))}
+    def plain(layer: Any) -> dict[str, Any]:
+        return {k: v for k, v in vars(layer).items() if isinstance(v, (bool, int, float, str))}
 
-    numbers = plain()
-    lists = [(one, list(one)) for one in vars(model).values() if isinstance(one, list)]
+    numbers = [plain(layer) for layer in layers]
     drawn = random.getstate(), np.random.get_state()
 
     def undo() -> None:
         with torch.no_grad():
-            for tensor, value, gradient in zip(tensors, values, gradients, strict=True):
+            for tensor, value in zip(tensors, values, strict=True):
                 tensor.copy_(value)
-                tensor.grad = gradient
-        for name in plain():
-            del vars(model)[name]
-        vars(model).update(numbers)
-        for one, before in lists:
-            list.__setitem__(one, slice(None), before)  # Keras's would track them again
+        for layer, before in zip(layers, numbers, strict=True):
+            for name in plain(layer):
+                del vars(layer)[name]
+            vars(layer).update(before)
         random.setstate(drawn[0])
         np.random.set_state(drawn[1])
-        torch.manual_seed(1)
 
-    with torch.random.fork_rng(), contextlib.redirect_stdout(io.StringIO()):
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(gpus), agree.within(agree.refuses, True):
         try:
             yield undo
         finally:
             undo()
+            for metric in model.metrics:
+                if not any(metric is one for one in metrics):
+                    metric.reset_state()

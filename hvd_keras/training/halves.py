@@ -69,6 +69,7 @@ class Trial:
     adds_up: bool = False  # a loss is a sum, or has a value for each row
     #: hashes of floating-point ones, and what they are
     constants: list[tuple[str, str]] | None = None
+    compiled: Any = None  # what ``compile`` was given
 
     def what_mixes(self, model: Any) -> str:
         """Say what trains by more than a mean over the rows of a batch; "" if nothing does."""
@@ -77,14 +78,19 @@ class Trial:
         return f"{self.subject} {_TOLD[self.kind]}" if is_told else ""
 
 
-#: Of each model.
-known: weakref.WeakKeyDictionary[Any, Trial] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Any, Trial] = weakref.WeakKeyDictionary()
 #: That which runs.
 trial: contextvars.ContextVar[Any] = contextvars.ContextVar("trial", default=None)
 
 
+def known(model: Any) -> Trial | None:
+    """The trial of a model, unless it was compiled again."""
+    found = _known.get(model)
+    return found if found and found.compiled is getattr(model, "_compile_config", None) else None
+
+
 def begin(model: Any) -> tuple[Trial, str, bool]:
-    """Begin the only trial of a model.
+    """Begin the trial of a model, once after each ``compile``.
 
     Returns:
         The trial; which method of ``keras.Model`` the model has replaced, or ""; and whether it has
@@ -96,8 +102,9 @@ def begin(model: Any) -> tuple[Trial, str, bool]:
     name = next((name for name in ("train_step", "compute_loss") if overrides(model, name)), "")
     names = [f"{type(one).__name__} {one.name!r}" for one in others if one is not model]
     subject = f"{name or 'call'} of {type(model).__name__}"
-    known[model] = Trial(" or ".join(names[:3]) if names and not name else subject)
-    return known[model], name, bool(others)
+    subject = " or ".join(names[:3]) if names and not name else subject
+    _known[model] = Trial(subject, compiled=getattr(model, "_compile_config", None))
+    return _known[model], name, bool(others)
 
 
 _MIXING = tuple(getattr(keras.layers, name, ()) for name in ("MixUp", "CutMix"))  # by chance

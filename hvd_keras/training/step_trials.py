@@ -7,7 +7,6 @@ constants, such as weights of classes in a closure.
 
 import contextlib
 import functools
-import itertools
 import time
 import warnings
 from collections.abc import Iterable
@@ -25,20 +24,21 @@ from hvd_keras.training.halves import Trial, begin, kind_of_losses, known, of_lo
 from hvd_keras.training.row_trials import ROWS, TOLERANCE, is_of_keras, nodes_of, some
 
 _TRIALS, _SECONDS = 4, 1.0
+_GATHERS = {"GatherV2", "Gather", "GatherNd", "Slice", "StridedSlice"}
 _HALVES = {tf.float16.as_datatype_enum, tf.bfloat16.as_datatype_enum}
 
 
 def tried(model: Any, element_spec: Any) -> Trial:
-    """Try once what a model trains by, if not all of it is Keras's.
+    """Try what a model trains by, if not all of it is Keras's, once after each ``compile``.
 
     This is a step or ``compute_loss`` of its own, a loss, or a layer that is not known to work on
     each row: what it computes in inference, or by ``add_loss``. Losses of ``keras.losses``, batch
     normalisation and regularizers of activities are weighed, or documented, by themselves. The
-    trial is empty if that exchanges something or cannot be tried, or if a step runs eagerly, so
-    that Python would see it.
+    kind is empty if that exchanges something or cannot be tried, and all is if a step runs eagerly,
+    so that Python would see it.
     """
-    if model in known or is_legacy:
-        return known.get(model, Trial())
+    if before := Trial() if is_legacy else known(model):
+        return before
     found, name, has_others = begin(model)
     is_eager = model.run_eagerly or tf.config.functions_run_eagerly()
     losses = filter(callable, tf.nest.flatten(getattr(model, "loss", None)))
@@ -80,19 +80,23 @@ def _traced(found: Trial, model: Any, name: str, element_spec: Any) -> tuple[Any
 def _constants_of(traced: Any, layers: Iterable[Any]) -> list[tuple[str, str]]:
     """The floating-point constants of a function: hashes, and names with values.
 
-    Without what layers have learnt by ``adapt``, of which all ranks get the root's.
+    Without what layers have learnt by ``adapt``, of which all ranks get the root's, and rows of
+    data, which are gathered.
     """
     learnt = [value for one in layers for value in preprocessing.derived(one) if value is not None]
     digests = {f"{agree.digest(value):x}" for value in learnt}
     values = [
         (node.name, tf.make_ndarray(node.attr["value"].tensor))
-        for node in itertools.chain(*nodes_of(traced))
+        for nodes in nodes_of(traced)
+        for node in nodes
         if node.op == "Const" and tf.as_dtype(node.attr["dtype"].type).is_floating
+        if node.name not in _inputs_of(nodes, _GATHERS)
     ]
     values += [
         ("a tensor", outer.numpy())
-        for outer in traced.captured_inputs
+        for outer, inner in traced.graph.captures
         if outer.dtype.is_floating and hasattr(outer, "numpy")
+        if not any(one.type in _GATHERS for one in inner.consumers())
     ]
     described = (
         (
@@ -102,6 +106,11 @@ def _constants_of(traced: Any, layers: Iterable[Any]) -> list[tuple[str, str]]:
         for name, value in values
     )
     return [one for one in described if one[0] not in digests]
+
+
+def _inputs_of(nodes: Iterable[Any], kinds: set[str]) -> set[str]:
+    """The names of what nodes of some kinds get."""
+    return {name.partition(":")[0] for one in nodes if one.op in kinds for name in one.input}
 
 
 def _of_step(model: Any, data: Any) -> Any:

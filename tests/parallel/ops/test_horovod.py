@@ -345,7 +345,6 @@ def test_commits_count_batches_of_steps_that_run_at_once() -> None:
     assert commits == [8, 12, 12]
 
 
-@pytest.mark.skipif(SIZE == 1, reason="the set of rank 0 is that of all ranks")
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_commit_has_the_accumulated_gradients_of_all_ranks(compiled: bool) -> None:
     keras = pytest.importorskip("keras")
@@ -360,6 +359,7 @@ def test_a_commit_has_the_accumulated_gradients_of_all_ranks(compiled: bool) -> 
     np.testing.assert_allclose(optimizer._accumulated_gradients[0], [[(SIZE + 1) / 2]])
 
 
+@pytest.mark.skipif(SIZE == 1, reason="the set of rank 0 is that of all ranks")
 def test_process_sets_are_numbered_and_written_as_horovods() -> None:
     everyone = f"ProcessSet(process_set_id=0, ranks={list(range(SIZE))}, mpi_comm=None)"
     assert str(hvd.global_process_set) == everyone
