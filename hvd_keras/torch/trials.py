@@ -69,7 +69,7 @@ def _sums(loss: Any, counts: set[int]) -> bool:
     while waiting:
         node = waiting.pop()
         name = type(node).__name__
-        sizes = getattr(node, "_saved_self_sym_sizes", ()) if name == "SumBackward0" else ()
+        sizes: Any = getattr(node, "_saved_self_sym_sizes", ()) if name == "SumBackward0" else ()
         is_of_rows = bool(sizes) and int(sizes[0]) in counts and not _is_of_weights(node)
         if is_of_rows or getattr(node, "_saved_reduction", 0) == _SUM:
             return True
