@@ -59,7 +59,8 @@ def fit(
         if passes := backend.repeated(bound.arguments.get("x")):
             passes.begin_fit()
             runs = [keras_callbacks.CountSteps(passes), *runs]  # before a checkpoint
-        elif len(every := backend.passes_of(bound.arguments.get("x"))) == 1:
+        every = backend.passes_of(bound.arguments.get("x"))
+        if len(every) == 1 and every[0].source.split.uneven == "pad" and not passes:
             runs = [keras_callbacks.CountRows(every[0], backend.logs_by_steps(model)), *runs]
         if own is not None and several:
             runs = keras_callbacks.edited(own, runs)

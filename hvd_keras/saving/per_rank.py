@@ -70,10 +70,10 @@ class Found:
         """
         rounds, paths = model_ranks.rounds_of(model), [path for path, *_ in self.stored]
         begin = next((i for i, p in enumerate(paths) if p.startswith("common_0_")), len(paths))
-        if not rounds:
-            self.stored, self.rounds = self.stored[:begin], self.stored[begin:]
-        elif begin == len(paths):
+        if rounds and begin == len(paths):
             return own[: -sum(len(one.variables()) + len(one.sent) for one in rounds)], rounds
+        if not rounds and begin < len(paths):
+            self.stored, self.rounds = self.stored[:begin], self.stored[begin:]
         return own, []
 
 

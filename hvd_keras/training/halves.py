@@ -7,7 +7,6 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -67,8 +66,7 @@ class Trial:
     subject: str = ""  # code in it that is not Keras's
     kind: str = ""  # "mixes" rows, or is their "sum"
     adds_up: bool = False  # a loss is a sum, or has a value for each row
-    #: hashes of floating-point ones, and what they are
-    constants: list[tuple[str, str]] | None = None
+    constants: list[tuple[str, str]] | None = None  # floating-point ones: hashes, and what they are
     compiled: Any = None  # what ``compile`` was given
 
     def what_mixes(self, model: Any) -> str:
@@ -78,14 +76,13 @@ class Trial:
         return f"{self.subject} {_TOLD[self.kind]}" if is_told else ""
 
 
-_known: weakref.WeakKeyDictionary[Any, Trial] = weakref.WeakKeyDictionary()
 #: That which runs.
 trial: contextvars.ContextVar[Any] = contextvars.ContextVar("trial", default=None)
 
 
 def known(model: Any) -> Trial | None:
     """The trial of a model, unless it was compiled again."""
-    found = _known.get(model)
+    found: Trial | None = vars(model).get("_hvd_trial")
     return found if found and found.compiled is getattr(model, "_compile_config", None) else None
 
 
@@ -103,8 +100,9 @@ def begin(model: Any) -> tuple[Trial, str, bool]:
     names = [f"{type(one).__name__} {one.name!r}" for one in others if one is not model]
     subject = f"{name or 'call'} of {type(model).__name__}"
     subject = " or ".join(names[:3]) if names and not name else subject
-    _known[model] = Trial(subject, compiled=getattr(model, "_compile_config", None))
-    return _known[model], name, bool(others)
+    found = Trial(subject, compiled=getattr(model, "_compile_config", None))
+    vars(model)["_hvd_trial"] = found  # Keras tracks what is assigned
+    return found, name, bool(others)
 
 
 _MIXING = tuple(getattr(keras.layers, name, ()) for name in ("MixUp", "CutMix"))  # by chance

@@ -85,13 +85,16 @@ def _constants_of(traced: Any, layers: Iterable[Any]) -> list[tuple[str, str]]:
     """
     learnt = [value for one in layers for value in preprocessing.derived(one) if value is not None]
     digests = {f"{agree.digest(value):x}" for value in learnt}
-    values = [
-        (node.name, tf.make_ndarray(node.attr["value"].tensor))
-        for nodes in nodes_of(traced)
-        for node in nodes
-        if node.op == "Const" and tf.as_dtype(node.attr["dtype"].type).is_floating
-        if node.name not in _inputs_of(nodes, _GATHERS)
-    ]
+    values = []
+    for nodes in nodes_of(traced):
+        gathers = [one for one in nodes if one.op in _GATHERS]
+        rows = {name.partition(":")[0] for one in gathers for name in one.input}
+        values += [
+            (node.name, tf.make_ndarray(node.attr["value"].tensor))
+            for node in nodes
+            if node.op == "Const" and tf.as_dtype(node.attr["dtype"].type).is_floating
+            if node.name not in rows
+        ]
     values += [
         ("a tensor", outer.numpy())
         for outer, inner in traced.graph.captures
@@ -106,11 +109,6 @@ def _constants_of(traced: Any, layers: Iterable[Any]) -> list[tuple[str, str]]:
         for name, value in values
     )
     return [one for one in described if one[0] not in digests]
-
-
-def _inputs_of(nodes: Iterable[Any], kinds: set[str]) -> set[str]:
-    """The names of what nodes of some kinds get."""
-    return {name.partition(":")[0] for one in nodes if one.op in kinds for name in one.input}
 
 
 def _of_step(model: Any, data: Any) -> Any:

@@ -87,6 +87,48 @@ def test_fit_with_the_defaults_for_arrays() -> None:
         model.fit(dataset, validation_split=0.5, verbose=0)
 
 
+class Tracked(keras.Model):
+    """Logs a mean over steps, as steps of one's own usually do, and one over rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1, kernel_initializer="ones")
+        self.of_steps = self.dense.of_steps = keras.metrics.Mean("of_steps")
+        self.of_rows = self.dense.of_rows = keras.metrics.Mean("of_rows")
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        number, rows = keras.ops.cast(self.optimizer.iterations, "float32"), tf.shape(data[0])[0]
+        self.of_steps.update_state(number)
+        self.of_rows.update_state(number, sample_weight=rows)
+        return logs | {"of_steps": self.of_steps.result(), "of_rows": self.of_rows.result()}
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_logs_of_padded_rows_are_those_of_one_process(eager: bool) -> None:
+    random = np.random.default_rng(1)
+    x = random.normal(size=(BATCH * SIZE * 2 + 1, 2)).astype("float32")
+    y = x.sum(1, keepdims=True) + 9 * (np.arange(len(x)) == len(x) - 1)[:, None]
+
+    def logs(x, wrap, **fit) -> dict:
+        model, optimizer = Tracked(), wrap(keras.optimizers.SGD(0.01))
+        model.compile(optimizer, "mse", weighted_metrics=["mae"], run_eagerly=eager)
+        return model.fit(x, epochs=2, verbose=0, **fit).history
+
+    average = [hvd.callbacks.MetricAverageCallback()]
+    padded = data.shard((x, y), batch_size=BATCH, shuffle=False, uneven="pad")
+    together = logs(padded, hvd.DistributedOptimizer, callbacks=average)
+    with hvd.local_fit():
+        whole = tf.data.Dataset.from_tensor_slices((x, y)).batch(TOGETHER)
+        alone = logs(whole, lambda optimizer: optimizer)
+    assert set(together) == set(alone) == {"loss", "mae", "of_steps", "of_rows"}
+    for name, values in alone.items():
+        np.testing.assert_allclose(together[name], values, rtol=1e-5, err_msg=name)
+
+
 def test_a_generator_is_refused_with_what_to_do_instead() -> None:
     rows = (row for row in zip(*numbered(8), strict=True))
     assert "tf.data.Dataset.from_generator(" in error_of(data.shard, rows)
