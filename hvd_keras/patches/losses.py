@@ -263,7 +263,8 @@ def _tell_what_counts_by_rank(own: Weighing) -> None:
         missing_calls.tell(
             f"the ranks may have batches of different sizes, and this model trains with {what}: "
             "each rank counts alike in it, not each row. Use self.compute_loss, a Loss, or "
-            "hvd.data.shard, which gives ranks equal batches."
+            "one size of batches on all ranks.",
+            own.process_set,
         )
 
 
