@@ -63,30 +63,37 @@ _PASSING = ("Add", "Sub", "Neg", "ToCopy", "View", "Clone", "Squeeze", "Unsafe")
 _SUM = 2  # a reduction of torch's functions
 
 
+def _reached(node: Any, passing: tuple[str, ...]) -> Iterator[tuple[Any, str]]:
+    """Yield a node of a graph and those behind it, with names, through nodes of these names."""
+    waiting = [node]
+    while waiting:
+        if (node := waiting.pop()) is None:
+            continue
+        name = type(node).__name__
+        yield node, name
+        if name.startswith(passing):
+            waiting += [following for following, _ in node.next_functions]
+
+
 def _sums(loss: Any, counts: set[int]) -> bool:
     """Whether a loss contains a sum over one of so many rows, as it is."""
-    waiting = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        name = type(node).__name__
+    for node, name in _reached(loss.grad_fn, _PASSING):
         sizes: Any = getattr(node, "_saved_self_sym_sizes", ()) if name == "SumBackward0" else ()
         is_of_rows = bool(sizes) and int(sizes[0]) in counts and not _is_of_weights(node)
         if is_of_rows or getattr(node, "_saved_reduction", 0) == _SUM:
             return True
-        if name.startswith(_PASSING):
-            waiting += [following for following, _ in node.next_functions]
     return False
 
 
 def _is_of_weights(node: Any) -> bool:
     """Whether a number is made of weights alone, element by element, as regularizers are."""
-    waiting, elementwise = [node], ("Sum", "Pow", "Mul", "Abs", "View", "ToCopy", "AccumulateGrad")
-    while waiting:
-        node = waiting.pop()
-        if not type(node).__name__.startswith(elementwise):
-            return False
-        waiting += [following for following, _ in node.next_functions if following is not None]
-    return True
+    elementwise = ("Sum", "Pow", "Mul", "Abs", "View", "ToCopy", "AccumulateGrad")
+    return all(name.startswith(elementwise) for _, name in _reached(node, elementwise))
+
+
+def _is_scaled(loss: Any) -> bool:
+    """Whether a sum in a loss may be divided by this rank's number of rows."""
+    return any(name.startswith(("Div", "Mul")) for _, name in _reached(loss.grad_fn, _PASSING))
 
 
 def _kind(found: halves.Trial, model: Any, data: Any, undo: Callable[[], None]) -> str:
@@ -116,22 +123,9 @@ def _kind(found: halves.Trial, model: Any, data: Any, undo: Callable[[], None]) 
     if loss_of(one) != alone:  # it draws random numbers
         return ""
     dtypes = {str(layer.compute_dtype) for layer in model._flatten_layers()}
-    tolerance = 0.02 if any("16" in dtype for dtype in dtypes) else 1e-4
+    tolerance = 0.02 if any("16" in dtype for dtype in dtypes) else halves.TOLERANCE
     may_be_mean = found.adds_up or any(map(_is_scaled, losses))
     return halves.kind_of_losses(values, alone, tolerance, may_be_mean)
-
-
-def _is_scaled(loss: Any) -> bool:
-    """Whether a sum in a loss may be divided by this rank's number of rows."""
-    waiting = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        name = type(node).__name__
-        if name.startswith(("Div", "Mul")):
-            return True
-        if name.startswith(_PASSING):
-            waiting += [following for following, _ in node.next_functions]
-    return False
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import flatten, keras, overrides, replaced
 from hvd_keras.runtime.reductions import Average
 
-_TOLERANCE = 1e-4  # relative to the largest value
+TOLERANCE = 1e-4  # relative to the largest value
 _TOLD = {
     "mixes": "combines rows of the batch other than by a mean, and each rank has its rows alone, "
     "so the ranks do not train as one process. Compute each row from itself, or, in code of your "
@@ -53,7 +53,7 @@ def mix(
             if not both.ndim and not is_sum:
                 joined = joined / 2
             largest = max(np.abs(part).max(initial=0) for part in (one, other, both))
-            mixes |= bool(np.abs(joined - both).max(initial=0) > _TOLERANCE * largest)
+            mixes |= bool(np.abs(joined - both).max(initial=0) > TOLERANCE * largest)
     call = {"name": f"rows of loss {name}", "process_set": process_set.id()}
     (found,) = agree.run("allreduce", [np.array([mixes])], reduction="Max", **call)
     return bool(found[0])

@@ -15,6 +15,7 @@ import tensorflow as tf
 from hvd_keras.gradients.agreement import handle_of
 from hvd_keras.runtime import log
 from hvd_keras.runtime.keras import is_legacy, keras
+from hvd_keras.training.halves import TOLERANCE
 
 #: How the loss of a batch follows from its parts: each row has its own; it is the mean of the
 #: parts' losses, or their sum; "whole": none of these; "failed": it cannot be tried; "unknown": it
@@ -23,7 +24,6 @@ Kind = Literal["rows", "mean", "sum", "whole", "failed", "unknown"]
 
 
 ROWS = 4  # of each of two parts
-TOLERANCE = 1e-4  # relative to the largest value
 _NEAR, _FAR = 0.01, 30.0  # errors of predictions, relative to the usual ones
 _COMPARISONS = {"Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual"}
 _kinds: dict[Any, Kind] = {}

@@ -20,8 +20,16 @@ from hvd_keras.gradients.agreement import handle_of
 from hvd_keras.runtime import agree, log
 from hvd_keras.runtime.keras import is_legacy
 from hvd_keras.training import preprocessing
-from hvd_keras.training.halves import Trial, begin, kind_of_losses, known, of_losses, trying
-from hvd_keras.training.row_trials import ROWS, TOLERANCE, is_of_keras, nodes_of, some
+from hvd_keras.training.halves import (
+    TOLERANCE,
+    Trial,
+    begin,
+    kind_of_losses,
+    known,
+    of_losses,
+    trying,
+)
+from hvd_keras.training.row_trials import ROWS, is_of_keras, nodes_of, some
 
 _TRIALS, _SECONDS = 4, 1.0
 _GATHERS = {"GatherV2", "Gather", "GatherNd", "Slice", "StridedSlice"}

@@ -64,7 +64,7 @@ def unlisted(layers: Iterable[Any]) -> dict[str, Any]:
 def updated_by(model: Any) -> list[list[int] | None]:
     """Return the places, among a model's variables, of those that each optimizer in it updates.
 
-    None stands for an optimizer that has no variables yet, or updates others.
+    None stands for an optimizer that has no variables yet, -1 for a variable of another model.
     """
     places = {id(variable): i for i, variable in enumerate(model.variables)}
     every = model_ranks.optimizers_of(model, within=True)
