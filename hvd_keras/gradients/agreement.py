@@ -3,6 +3,7 @@
 ``reducer.GradientReducer`` exchanges them.
 """
 
+import contextlib
 import contextvars
 import dataclasses
 import itertools
@@ -115,8 +116,14 @@ def refuse_strategies() -> None:
         )
 
 
-#: The number of the present step of ``fit`` in eager code.
-step_of_fit: contextvars.ContextVar[int] = contextvars.ContextVar("step of fit", default=0)
+# The number of the present step of fit in eager code, and its graph.
+_step_of_fit: contextvars.ContextVar[tuple[int, Any]]
+_step_of_fit = contextvars.ContextVar("step of fit", default=(0, None))
+
+
+def in_step_of_fit(number: int) -> contextlib.AbstractContextManager[None]:
+    """Within a step of Keras's, so many of which this process has begun or traced."""
+    return agree.within(_step_of_fit, (number, tf.compat.v1.get_default_graph()))
 
 
 def handle_of(value: Any) -> Any:
@@ -141,7 +148,8 @@ def check_step(name: str, steps: Any, process_set: ProcessSet) -> None:
     """
     graph: Any = tf.compat.v1.get_default_graph()
     outer = None
-    while graph is not None and getattr(graph, "building_function", False):
+    # The branches around a step are Keras's, and other functions may call the step's.
+    while graph is not _step_of_fit.get()[1] and getattr(graph, "building_function", False):
         graph, inner = getattr(graph, "outer_graph", None), graph
         if type(inner).__name__ == "CondBranchFuncGraph":
             outer = graph
@@ -175,7 +183,7 @@ def agree_on_kinds(
     name: str, kinds: Sequence[Kind | None], process_set: ProcessSet
 ) -> tuple[Kind | None, ...]:
     """How each gradient is sent: dense if dense on any rank, None only if no rank has it."""
-    numbers = [step_of_fit.get() % 256, *(_KINDS.index(kind) for kind in kinds)]
+    numbers = [_step_of_fit.get()[0] % 256, *(_KINDS.index(kind) for kind in kinds)]
     mine = np.array([numbers], np.uint8)  # [1, 1 + variables]
     call = {"name": f"{name}.kinds", "process_set": process_set.id()}
     (gathered,) = agree.run("allgather", [mine], **call)

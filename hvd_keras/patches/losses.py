@@ -134,7 +134,7 @@ def weighed(
                 stack.enter_context(replaced(metric, "update_state", log))
             stack.enter_context(agree.within(weighing, own))
             stack.enter_context(agree.within(origin.has_compiled_loss, False))
-            stack.enter_context(agree.within(agreement.step_of_fit, next(number)))
+            stack.enter_context(agreement.in_step_of_fit(next(number)))
             stack.callback(missing_calls.unaveraged.clear)
             for layer in () if is_legacy else model._flatten_layers():
                 local = getattr(layer, "activity_regularizer", None)

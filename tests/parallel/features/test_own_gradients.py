@@ -183,6 +183,21 @@ def test_ranks_may_skip_the_same_step(options) -> None:
     assert np.isfinite(model.get_weights()[0]).all()
 
 
+def test_a_batch_after_a_fit_of_several_steps_at_once_skips_nothing() -> None:
+    """It has the size of those of fit on rank 0, where Keras takes the step of fit again."""
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="ones")])
+    model.compile(optimizer, "mse", steps_per_execution=2)
+    x = np.random.default_rng(RANK).normal(size=(12, 2)).astype("float32")
+    rows = x, x, np.ones(12, "float32")
+    data = tf.data.Dataset.from_tensor_slices(rows).batch(4 - RANK, drop_remainder=True).take(2)
+    model.fit(data, verbose=0)
+    for _ in range(2):
+        model.train_on_batch(*(part[:4] for part in rows))
+    assert int(optimizer.iterations) == 2
+    assert len(set(hvd.allgather_object(model.get_weights()[0].tobytes()))) == 1
+
+
 def of_four_rows(y_true, y_pred):
     return tf.reduce_mean(tf.square(tf.ensure_shape(y_true, (ROWS, 1)) - y_pred))
 
