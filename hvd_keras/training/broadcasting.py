@@ -5,7 +5,8 @@ their first step. Broadcasting, restoring checkpoints and seeding need them earl
 """
 
 import contextlib
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -129,23 +130,37 @@ def build(model: Any, element_spec: Any, whole_step: bool = False) -> Exception 
         traced = model._autoconvert_optionals(traced)
     failure = None
     with agree.within(agree.is_building, True):
-        with contextlib.ExitStack() as stack:
-            stack.callback(tf.config.run_functions_eagerly, tf.config.functions_run_eagerly())
-            # Functions within must not keep what is traced here, unless they need AutoGraph.
-            for inline in (True, False):
-                tf.config.run_functions_eagerly(inline)
-                try:
-                    tf.function(traced, autograph=is_legacy).get_concrete_function(element_spec)
-                    failure = None
-                    break
-                except Exception as error:
-                    log.logger.debug("%s cannot be traced before its step: %r", model.name, error)
-                    failure = error
+        try:
+            with _functions_forget():
+                tf.function(traced, autograph=is_legacy).get_concrete_function(element_spec)
+        except Exception as error:
+            log.logger.debug("%s cannot be traced before its step: %r", model.name, error)
+            failure = error
         if failure is not None and model.run_eagerly and not has_own_step:
             failure = None if _call_on_zeros(model, element_spec) else failure
     if failure is None:
         unused[model] = unbuilt(model)
     return failure
+
+
+@contextlib.contextmanager
+def _functions_forget() -> Iterator[None]:
+    """Let each tf.function of a script keep nothing of what it traces in this block.
+
+    It would run that in the training, too, where gradients are exchanged.
+    """
+    kind: Any = type(tf.function(lambda: None))
+    call = kind.__call__
+
+    @functools.wraps(call)
+    def forgetting(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return call(function._clone(None) if agree.is_building.get() else function, *args, **kwargs)
+
+    kind.__call__ = forgetting
+    try:
+        yield
+    finally:
+        kind.__call__ = call
 
 
 def build_step(model: Any, element_spec: Any) -> None:
