@@ -191,7 +191,9 @@ def _averages_itself(optimizer: Any, gradients: list[Any], variables: list[Any])
         # elsewhere, at the optimizer's last step.
         before, now = _exchanged_before.get(optimizer), _by_script()
         _exchanged_before[optimizer] = now
-        noted = [before if (number := _noted(v)) is None else number for v in variables]
+        # A function may have returned them, which was traced before.
+        notes = map(_noted, variables)
+        noted = [number if isinstance(number, int) else before for number in notes]
         # An average of the loss is fewer bytes than gradients are, even if these are compressed.
         present = [g.values if hasattr(g, "dense_shape") else g for g in gradients if g is not None]
         least = max(1, min(_FEW_BYTES, sum(math.prod(one.shape) for one in present)))

@@ -225,6 +225,15 @@ for batch in range(3):
     loss = hvd.allreduce(loss)
     optimizer.apply_gradients(zip(gradients, model.trainable_variables))
 
+@tf.function
+def gradients_of(images):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((model(images) - 1.0) ** 2)
+    return tape.gradient(loss, model.trainable_variables)
+for batch in range(3):
+    gradients = [hvd.allreduce(g) for g in gradients_of(x)]
+    optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+
 total = tf.Variable(tf.zeros([4, 1]))  # averaged by hand in a graph, in every second step
 kernel = tf.Variable(tf.ones([4, 1]))
 optimizer = keras.optimizers.SGD(0.01)
