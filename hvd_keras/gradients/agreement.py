@@ -180,17 +180,23 @@ def kinds_of(gradients: Sequence[Any]) -> tuple[Kind | None, ...]:
 
 
 def agree_on_kinds(
-    name: str, kinds: Sequence[Kind | None], process_set: ProcessSet
-) -> tuple[Kind | None, ...]:
-    """How each gradient is sent: dense if dense on any rank, None only if no rank has it."""
-    numbers = [_step_of_fit.get()[0] % 256, *(_KINDS.index(kind) for kind in kinds)]
-    mine = np.array([numbers], np.uint8)  # [1, 1 + variables]
+    name: str, kinds: Sequence[Kind | None], process_set: ProcessSet, factors: Sequence[float]
+) -> tuple[tuple[Kind | None, ...], Any]:
+    """How each gradient is sent: dense if dense on any rank, None only if no rank has it.
+
+    And the ``factors`` of each rank, as many on all, as float32 of [ranks, factors].
+    """
+    own = np.array(factors, np.float32).view(np.uint8)
+    numbers = [_step_of_fit.get()[0] % 256, *own, *(_KINDS.index(kind) for kind in kinds)]
+    mine = np.array([numbers], np.uint8)  # [1, 1 + factors * 4 + variables]
     call = {"name": f"{name}.kinds", "process_set": process_set.id()}
     (gathered,) = agree.run("allgather", [mine], **call)
     if tf.executing_eagerly() and np.ptp(gathered[:, 0]):
         raise ValueError(f"{name}: {DIFFERENT_STEPS}.")
+    first = 1 + len(own)
     # [ranks, variables]: what one rank has dense, all send dense.
-    return tuple(_KINDS[i] for i in gathered[:, 1:].max(axis=0))
+    agreed = tuple(_KINDS[i] for i in gathered[:, first:].max(axis=0))
+    return agreed, np.ascontiguousarray(gathered[:, 1:first]).view(np.float32)
 
 
 def completed(gradient: Any, kind: Kind | None, spec: VariableSpec) -> Any:

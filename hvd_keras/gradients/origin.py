@@ -32,20 +32,34 @@ _PRODUCTS = {"Mul", "RealDiv", "Div", "DivNoNan", "MatMul", "BatchMatMulV2", "Ei
 _OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike"}
 _ON_ALL_RANKS = {"HvdAllreduce", "HvdAllgather", "HvdBroadcast"}
 _ASSIGNMENTS = {"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"}
+_CHANGED = "gradients are changed before they are averaged over the ranks"
+_MOVED = "weights are moved by gradients of one rank, before the step of the optimizer"
 _CLIP = " Or let the optimizer clip: it does so after the average."
+_STRONGEST: tuple[_Kind, ...] = ("changed", "gradient", "data", "exchanged", "equal")
+_FUNCTIONS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("PartitionedCall", "StatefulPartitionedCall"), ("f",)),
+    **dict.fromkeys(("While", "StatelessWhile"), ("body",)),
+    **dict.fromkeys(("If", "StatelessIf"), ("then_branch", "else_branch")),
+}
 _DEPTH = 60  # beyond which no gradient is looked for
 
 # In eager code, by variable: the sum since the last update, if a script has changed gradients.
 _sums: dict[int, Any] = {}
-_factors: dict[str, float] = {}  # by optimizer
+# By optimizer: the least and the largest factor of a gradient in the first step.
+_factors: dict[str, tuple[float, float]] = {}
+#: What ranks send of the factors of an eager step: whether they are not those of the first step,
+#: the least, and the largest. These are of gradients that no script has changed.
+UNCHANGED = (0.0, 0.0, 0.0)
 #: Whether a distributed tape asks the tape in it.
 in_tape = contextvars.ContextVar("a distributed tape asks", default=False)
 #: What tapes have been asked for the gradients of, while a step is tried.
 targets: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("targets", default=None)
 #: Whether this step has called losses of ``compile``: fit weighs those that add up rows.
 has_compiled_loss = contextvars.ContextVar("the step has called compile's losses", default=False)
-# What distributed tapes have returned in graphs: the names of tensors.
+# What distributed tapes have returned in graphs, and what TensorFlow has clipped: the names of
+# tensors.
 _exchanged: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+_clipped: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 # Variables whose gradients tapes have returned in eager code since the last update: distributed
 # ones, and others.
 _of_distributed, _of_others = shards.VariableSet(), shards.VariableSet()
@@ -83,6 +97,28 @@ def record(gradient: Any, tape: Any, target: Any, sources: Any, *args: Any, **kw
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def record_graph(gradients: Any, ys: Any, xs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace ``tf.gradients``: remember what it returns."""
+    result = gradients(ys, xs, *args, **kwargs)
+    missing_calls.note_tape((), tf.nest.flatten(result))
+    return result
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def record_clip(clip: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace ``tf.clip_by_value`` and the like: remember what they return."""
+    result = clip(values, *args, **kwargs)
+    are_equal = all(hasattr(one, "_hvd_reduced") for one in tf.nest.flatten(values))
+    for one in () if are_equal else filter(tf.is_tensor, tf.nest.flatten(result)):
+        one = getattr(one, "values", one)
+        if hasattr(one, "graph"):
+            _clipped.setdefault(one.graph, set()).add(one.name)
+        else:
+            one._hvd_clipped = True
+    return result
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def forget(sources: Iterable[Any]) -> None:
     """Forget what a tape has returned in eager code, which was exchanged or applied."""
     for source in sources:
@@ -97,32 +133,41 @@ def check(
     variables: Sequence[Any],
     process_set: ProcessSet,
     shared: Sequence[Any] = (),
-) -> None:
+) -> tuple[float, float, float]:
     """Warn if a script has changed gradients of this rank, other than by the same on all ranks.
 
     Or if it has moved ``shared`` weights by them, before; seen in graphs only. With ``HVD_STRICT``
-    raise a ValueError.
+    raise a ValueError. In eager code, return what ``compare`` needs of each rank.
     """
     pairs = [pair for pair in zip(gradients, variables, strict=False) if pair[0] is not None]
-    moved = ""
     if tf.executing_eagerly():
-        line = _changed_eagerly(name, pairs)
-    else:
-        walk = _Walk()
-        changes = any(walk.kind(one) == "changed" for one, _ in pairs)
-        line = _line(walk.culprit.traceback) if changes else ""
-        moved = next(filter(None, map(walk.moved, shared)), "")
-    for what, where, advice in (
-        ("gradients are changed before they are averaged over the ranks", line, _CLIP),
-        ("weights are moved by gradients of one rank, before the step of the optimizer", moved, ""),
-    ):
-        if where:
-            missing_calls.tell(
-                f"{what}, at {where}: by each rank's own rows, so {process_set.size()} ranks do "
-                "not train as one process. Take gradients over all ranks: tape = "
-                f"hvd.DistributedGradientTape(tape), before tape.gradient(...).{advice}",
-                process_set,
-            )
+        return _factors_of(name, pairs)
+    walk = _Walk()
+    if any(walk.kind(one) == "changed" for one, _ in pairs):
+        _tell(_CHANGED, _line(walk.culprit.traceback), process_set, _CLIP)
+    if moved := next(filter(None, map(walk.moved, shared)), ""):
+        _tell(_MOVED, moved, process_set)
+    return UNCHANGED
+
+
+def compare(factors: Any, process_set: ProcessSet) -> None:
+    """Warn, as ``check``, if ranks change gradients by factors that are not the same.
+
+    Args:
+        factors: what ``check`` has returned on each rank in this step, float32 of [ranks, 3].
+    """
+    is_same = (abs(factors - factors[0]) <= 1e-3 * abs(factors[0])).all()  # not if one is NaN
+    if factors[:, 0].any() and not is_same:
+        _tell(_CHANGED, _line(traceback.extract_stack()), process_set, _CLIP)
+
+
+def _tell(what: str, where: str, process_set: ProcessSet, advice: str = "") -> None:
+    missing_calls.tell(
+        f"{what}, at {where}: by each rank's own rows, so {process_set.size()} ranks do not train "
+        "as one process. Take gradients over all ranks: tape = hvd.DistributedGradientTape(tape), "
+        f"before tape.gradient(...).{advice}",
+        process_set,
+    )
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -208,8 +253,10 @@ class _Walk:
     def _of_op(self, tensor: Any, depth: int) -> _Kind:
         op = tensor.op
         if op.type == "Placeholder":
-            outer = self._captured(tensor)
-            return "data" if outer is None else self._kind(outer, depth)
+            if (outer := self._captured(tensor)) is not None:
+                return self._kind(outer, depth)
+            self.is_doubtful = True
+            return "equal" if tensor.shape.rank == 0 else "data"  # such as a scale of the loss
         if op.type.startswith("Hvd") or op.type in _OF_SHAPES:
             self.is_doubtful |= op.type not in _OF_SHAPES | _ON_ALL_RANKS
             return "equal"
@@ -217,13 +264,13 @@ class _Walk:
             # A rank may gather rows of its own.
             self.is_doubtful |= any(self._kind(i, depth) != "equal" for i in op.inputs[1:])
             return self._of_variable(op.inputs[0], depth, tensor.shape.rank == 0)
-        if op.type.endswith("PartitionedCall"):
-            inner = getattr(op.graph._get_function(op.get_attr("f").name), "graph", None)
-            if inner is not None and len(inner.inputs) == len(op.inputs):
-                for own, outer in zip(inner.inputs, op.inputs, strict=True):
-                    self._outer[id(inner), own.name] = outer
-                return self._kind(inner.outputs[tensor.value_index], depth)
+        if op.type in _FUNCTIONS and (found := self._of_functions(tensor, depth)):
+            return found
         kinds = [self._kind(one, depth) for one in op.inputs if one.dtype != tf.resource]
+        is_clipped = "data" in kinds and tensor.name in _clipped.get(tensor.graph, ())
+        if is_clipped and "gradient" not in kinds:  # of an unknown origin
+            self.culprit = self.culprit or op
+            return "changed"
         if "changed" in kinds:
             return "changed"
         if "gradient" not in kinds:
@@ -236,6 +283,27 @@ class _Walk:
             return "gradient"
         self.culprit = self.culprit or op
         return "changed"
+
+    def _of_functions(self, tensor: Any, depth: int) -> _Kind | None:
+        """That of a result of functions that its op calls, if they are known."""
+        op, kinds = tensor.op, []
+        inputs = list(op.inputs)
+        if op.type.endswith("If"):
+            kinds.append(self._kind(inputs.pop(0), depth))
+        for attribute in _FUNCTIONS[op.type]:
+            function = op.graph._get_function(op.get_attr(attribute).name)
+            graph = getattr(function, "graph", None)
+            if graph is None or len(graph.inputs) != len(inputs):
+                return None
+            for own, outer in zip(graph.inputs, inputs, strict=True):
+                self._outer[id(graph), own.name] = outer
+            kinds.append(self._kind(graph.outputs[tensor.value_index], depth))
+        if op.type.endswith("While"):  # which may end with what has entered it
+            kinds.append(self._kind(inputs[tensor.value_index], depth))
+        if op.type.endswith("If") and kinds[0] == "data" and "gradient" in kinds:
+            self.culprit = self.culprit or op  # ranks take different branches
+            return "changed"
+        return next(one for one in _STRONGEST if one in kinds)
 
     def _captured(self, tensor: Any) -> Any:
         """What an input of a function is outside of it, if that is known."""
@@ -260,14 +328,14 @@ class _Walk:
         return next((kind for kind in ("changed", "data", "gradient") if kind in kinds), "equal")
 
 
-def _changed_eagerly(name: str, pairs: Sequence[tuple[Any, Any]]) -> str:
-    """The line that applies gradients which are not a constant times the sum of those of tapes."""
+def _factors_of(name: str, pairs: Sequence[tuple[Any, Any]]) -> tuple[float, float, float]:
+    """How the gradients of an eager step differ from the sums of those of tapes."""
     changed = [
         (one, shards.variable_id(variable))
         for one, variable in pairs
         if not (hasattr(one, "_hvd_of_tape") or hasattr(one, "_hvd_reduced"))
     ]
-    factors = set()
+    factors = {float("nan") for one, _ in changed if hasattr(one, "_hvd_clipped")}
     for one, number in changed:
         if (known := _sums.setdefault(number, None)) is not None:
             one, known = (tf.cast(tf.convert_to_tensor(t), tf.float32) for t in (one, known))
@@ -277,11 +345,12 @@ def _changed_eagerly(name: str, pairs: Sequence[tuple[Any, Any]]) -> str:
             if tf.reduce_any(known != 0):
                 factors.add(float(factor) if is_known else float("nan"))
     forget(variable for _, variable in pairs)
-    if factors:
-        expected = _factors.setdefault(name, min(factors))
-        if not all(abs(factor - expected) <= 1e-3 * abs(expected) for factor in factors):
-            return _line(traceback.extract_stack())
-    return ""
+    if not factors:
+        return UNCHANGED
+    found = min(factors), max(factors)
+    pairs_of = zip(found, _factors.setdefault(name, found), strict=True)
+    is_same = all(abs(one - first) <= 1e-3 * abs(first) for one, first in pairs_of)
+    return float(not is_same), *found
 
 
 def _line(frames: Iterable[Any]) -> str:

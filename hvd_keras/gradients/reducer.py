@@ -67,6 +67,7 @@ class GradientReducer:
         self._agreed: dict[Any, tuple[VariableSpec, ...]] = {}
         self._compared = shards.VariableSet()  # those whose values were compared
         self._steps: Any = None  # counts those of a graph
+        self._factors: tuple[float, ...] = origin.UNCHANGED  # of the step
         self.has_local = False  # any rank has local variables: all must clip alike
 
     @functools.cached_property
@@ -190,14 +191,17 @@ class GradientReducer:
         if tf.executing_eagerly():
             # Which gradients exist may differ in each step and on each rank: an allgather of one
             # byte per variable.
-            kinds = agreement.agree_on_kinds(self.name, kinds, self.process_set)
+            kinds, factors = agreement.agree_on_kinds(
+                self.name, kinds, self.process_set, self._factors
+            )
+            origin.compare(factors, self.process_set)
         # In a graph this is fixed now. A rank that traces the same function again does not ask the
         # others, which may not be tracing.
         key = tf.executing_eagerly(), specs, kinds, tuple(map(tuple, indices))
         if key not in self._plans:
             agreed = kinds  # of all ranks in eager mode
             if not tf.executing_eagerly():
-                agreed = agreement.agree_on_kinds(self.name, kinds, self.process_set)
+                agreed, _ = agreement.agree_on_kinds(self.name, kinds, self.process_set, ())
             if self.options.op is ops.Adasum and "sparse" in agreed:
                 raise ValueError(
                     f"{self.name}: op=hvd.Adasum needs dense gradients, and that of "
@@ -423,7 +427,7 @@ class KerasReducer(GradientReducer):
             if self.rounds is None and not tf.executing_eagerly():
                 shared = shards.without(variables)
                 shared = [v for v in shared if shards.variable_id(v) not in self.local]
-            origin.check(self.name, grads, variables, self.process_set, shared)
+            self._factors = origin.check(self.name, grads, variables, self.process_set, shared)
         with missing_calls.of_reducer():
             step = self.begin(grads, variables)
             with replaced(self, "step", step):

@@ -109,6 +109,8 @@ def _legacy_rows() -> list[Patch]:
     ]
 
 
+_CHANGES = "to find gradients that a script changes"
+_CLIPS = ("value", "norm", "global_norm")
 _NOT_DISTRIBUTED = "to find optimizers that are not distributed"
 _SYNCHRONIZE = "to synchronize batch normalization between processes"
 _OF_ALL_ROWS = "to compute functions of all ranks' rows"
@@ -133,6 +135,8 @@ def _common_rows() -> list[Patch]:
         (model, "evaluate", _ONE_WRITER, evaluate),
         (model, "predict", _ONE_WRITER, evaluate),
         (v1_optimizer, "apply_gradients", _NOT_DISTRIBUTED, missing_calls.apply_pairs),
-        (tf.GradientTape, "gradient", "to find gradients that a script changes", origin.record),
+        (tf.GradientTape, "gradient", _CHANGES, origin.record),
+        (tf, "gradients", _CHANGES, origin.record_graph),
+        *((tf, f"clip_by_{by}", _CHANGES, origin.record_clip) for by in _CLIPS),
         (keras.losses.Loss, "__call__", "to weigh the ranks' losses", losses.call),
     ]

@@ -20,6 +20,10 @@ def decayed(step, gradients):
     return [g + 0.01 * w for g, w in zip(gradients, step.trainable_variables, strict=True)]
 
 
+def rescaled(step, gradients):
+    return [g * (1.0 + tf.cast(step.optimizer.iterations % 2, "float32")) for g in gradients]
+
+
 def centred(step, gradients):
     return [g - tf.reduce_mean(g, axis=0, keepdims=True) for g in gradients]
 
@@ -88,7 +92,7 @@ def fit(step: type[Step], x: np.ndarray | None = None, **options) -> keras.Model
     return model
 
 
-RIGHT = [halved, decayed, centred, accumulated, over_all_norms]
+RIGHT = [halved, decayed, rescaled, centred, accumulated, over_all_norms]
 WRONG = [clipped, clipped_by_value, without_nans, normalized_in_a_function, with_noise]
 
 
@@ -96,7 +100,7 @@ WRONG = [clipped, clipped_by_value, without_nans, normalized_in_a_function, with
     ("change", "eager"),
     [
         *((change, False) for change in RIGHT + WRONG),
-        *((change, True) for change in (halved, accumulated, clipped)),
+        *((change, True) for change in (halved, rescaled, accumulated, clipped)),
     ],
 )
 def test_changed_gradients_are_told(change, eager: bool, warned) -> None:
@@ -160,6 +164,88 @@ class Skipping(Step):
 
         tf.cond(tf.math.is_finite(loss), update, lambda: tf.constant(0))
         return {"loss": loss}
+
+
+class Loop:
+    """A loop of its own that trains one weight; ``apply`` gets gradients."""
+
+    def __init__(self) -> None:
+        self.weight = tf.Variable(tf.ones([6]))
+        rows = np.random.default_rng(RANK).normal(size=(ROWS, 6))
+        self.rows = tf.constant(rows, tf.float32)
+        self.optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))
+        self.optimizer.build([self.weight])
+
+    def loss(self, rows):
+        return tf.reduce_mean(tf.square(rows * self.weight - 3.0))
+
+    def gradient(self, rows, scale=1.0):
+        with tf.GradientTape() as tape:
+            loss = self.loss(rows) * scale
+        return tape.gradient(loss, self.weight)
+
+    def added(self, rows):
+        total = tf.zeros([6])
+        for row in tf.range(ROWS):
+            total += self.gradient(rows[row : row + 1])
+        return total
+
+    def apply(self, gradient):
+        self.optimizer.apply([gradient], [self.weight])
+
+
+def in_function(of, *args):
+    return tf.function(of)(*args)
+
+
+def clip(gradient):
+    return tf.clip_by_norm(gradient, 0.1)
+
+
+def scaled_by(scales, run):
+    def loop(own):
+        for scale in scales:
+            run(lambda s: own.apply(own.gradient(own.rows, s) / s), scale)
+
+    return loop
+
+
+LOOPS_RIGHT = {
+    "added in a loop": lambda own: in_function(lambda: own.apply(own.added(own.rows))),
+    "a scale that changes": scaled_by((8.0, 8.0, 4.0), lambda step, scale: step(scale)),
+    "a scale that is given": scaled_by(tf.constant([8.0]), in_function),
+    "the same branch": lambda own: in_function(
+        lambda: own.apply(
+            tf.cond(own.weight[0] > 0, lambda: own.gradient(own.rows), lambda: tf.zeros([6]))
+        )
+    ),
+}
+LOOPS_WRONG = {
+    "of a function, clipped": lambda own: own.apply(clip(in_function(own.gradient, own.rows))),
+    "of two functions": lambda own: in_function(
+        lambda gradient: own.apply(clip(gradient)), in_function(own.gradient, own.rows)
+    ),
+    "of no tape": lambda own: in_function(
+        lambda: own.apply(clip(*tf.gradients(own.loss(own.rows), [own.weight])))
+    ),
+    "added in a loop, clipped": lambda own: in_function(
+        lambda: own.apply(clip(own.added(own.rows)))
+    ),
+    "a branch by rows": lambda own: in_function(
+        lambda rows: own.apply(
+            tf.cond(rows[0, 0] > 0, lambda: own.gradient(rows), lambda: tf.zeros([6]))
+        ),
+        own.rows,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*LOOPS_RIGHT, *LOOPS_WRONG])
+def test_gradients_that_a_loop_changes_are_told(name: str, warned) -> None:
+    (LOOPS_RIGHT | LOOPS_WRONG)[name](Loop())
+    told = [text for text in warned if "gradients are changed before" in text]
+    assert bool(told) == (name in LOOPS_WRONG and RANK == 0), warned
+    assert all(f"{__file__}:" in text for text in told), told
 
 
 OPTIONS = [{"jit_compile": False}, {"jit_compile": True}, {"run_eagerly": True}]
