@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_keras.compat import tensorflow_v1
-from hvd_keras.gradients import model_ranks
+from hvd_keras.gradients import model_ranks, shards
 from hvd_keras.runtime import agree, log, objects, rank_info, settings
 from hvd_keras.runtime.keras import keras
 from hvd_keras.runtime.process_sets import global_process_set
@@ -205,6 +205,9 @@ class TensorFlowKerasState(TensorFlowState):
         optimizer: its optimizer. Default: that of ``compile``.
         backend: has no effect: Horovod's, for TensorFlow 1.
         attributes: as in ``ObjectState``, such as ``epoch`` and ``batch``.
+
+    Raises:
+        ValueError: the model or an optimizer has no variables yet, or each rank has a part of them.
     """
 
     def __init__(
@@ -230,6 +233,12 @@ class TensorFlowKerasState(TensorFlowState):
             if hasattr(optimizer, "build") and not getattr(optimizer, "built", False):
                 optimizer.build(model.trainable_variables)
             found += variables_of(optimizer)
+        if len(shards.without(found)) < len(found):
+            raise ValueError(
+                f"hvd.elastic: each rank has a part of model {model.name!r} or of its optimizer "
+                "(shard_state, a divided table), and commits have those of rank 0 alone. Use "
+                "hvd.callbacks.Checkpoint, which saves all parts, with hvdrun --max-restarts."
+            )
         super().__init__(model_ranks.without_local(found), **attributes)
 
     def commit(self) -> None:

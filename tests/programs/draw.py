@@ -58,7 +58,8 @@ CHOICES: dict[str, Any] = {
     "precision": "float32 mixed_bfloat16 mixed_float16",
     "epochs": [2, 1, 3],
     "initial_epoch": [0, 1],
-    "restart": "none epoch batch fewer later",  # fewer: ranks go on; later: in a second fit
+    # fewer: ranks go on; later: in a second fit; elastic: from a commit
+    "restart": "none epoch batch fewer later elastic",
     "table": "plain divided",
     "normalization": [False, True],
     # The model's own train_step, with a tape, two optimizers, or a mean of the losses of rows; or
@@ -224,6 +225,11 @@ EXCLUDED: list[Rule] = [
     (lambda s: s.epochs < 2, ["restart"]),
     (lambda s: s.at_once > 1 and s.restart in ("batch", "later"), ["restart"]),
     (lambda s: s.restart != "none", ["initial_epoch"]),
+    # docs/migrating.md, "Elastic training": commits have what is common, and no data's position.
+    (lambda s: s.restart == "elastic", ["local", "beside", "repeat", "order"]),
+    (lambda s: s.restart == "elastic", ["callbacks:every_batch"]),
+    (lambda s: s.restart == "elastic", [f"callbacks:{c}" for c in DECIDERS]),
+    (lambda s: s.restart == "elastic" and s.shards, ["distributed", "table"]),
     # An exception may come before all ranks have written their parts: an epoch is logged twice.
     (lambda s: s.restart in ("epoch", "fewer") and s.is_divided, ["callbacks:csv"]),
     # A tape cannot see that the loss is a sum, nor how many rows a regularizer has, and says so.

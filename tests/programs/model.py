@@ -214,6 +214,13 @@ class Stepping:
     second: Any = None  # the optimizer of the last layer
     divides = False  # compile's losses of rows
 
+    def by_optimizer(self: Any) -> tuple[Any, Any]:
+        """The variables of the first optimizer, and of the second, which has the last layer."""
+        parts = getattr(self, "parts", self.layers)
+        shared = [part for part in parts if "own" not in part.name]
+        last = [] if self.second is None else shared[-1].trainable_variables
+        return [v for v in self.trainable_variables if all(v is not one for one in last)], last
+
     def train_step(self: Any, data: Any) -> Any:
         x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
         with tf.GradientTape(persistent=True) as tape:
@@ -221,11 +228,8 @@ class Stepping:
             loss = self.compute_loss(x, y, predicted, weights, training=True)
             loss = tf.reduce_mean(loss) if self.divides else loss
             scaled = self.optimizer.scale_loss(loss)
-        tape, last = self.tape(tape), []
-        if self.second is not None:
-            parts = getattr(self, "parts", self.layers)
-            last = [part for part in parts if "own" not in part.name][-1].trainable_variables
-        rest = [v for v in self.trainable_variables if all(v is not other for other in last)]
+        tape = self.tape(tape)
+        rest, last = self.by_optimizer()
         self.optimizer.apply(tape.gradient(scaled, rest), rest)
         if last:
             self.second.apply(tape.gradient(loss, last), last)

@@ -12,9 +12,11 @@ import functools
 import gc
 import importlib
 import io
+import itertools
 import json
 import os
 import pathlib
+import shutil
 import sys
 import traceback
 import zipfile
@@ -74,6 +76,8 @@ class Program:
         self.begin()
         if self.spec.restart == "none" or not self.hvd:
             self.fits(initial_epoch=self.spec.initial_epoch)
+        elif self.spec.restart == "elastic":
+            self.elastic()
         else:
             self.restart()
             if not self.side.process_set.included():
@@ -243,6 +247,36 @@ class Program:
                 return
         self.begin()
         self.fits(checkpoint())
+
+    def elastic(self) -> None:
+        """Breaks off behind the first epoch, and goes on from the last commit with all new."""
+        elastic = importlib.import_module("hvd_keras.horovod.elastic")
+        if self.side.rank == 0:
+            shutil.rmtree(os.environ["HVD_COMMITS"], ignore_errors=True)
+        self.hvd.barrier()
+        for stop in ([stopping("epoch")], []):
+            if not stop:
+                keras.backend.clear_session()
+                self.begin()
+            self.model(tf.nest.map_structure(lambda part: part[:1], self.train.data[0]))
+            updated = [self.model.trainable_variables]
+            if (second := getattr(self.model, "second", None)) is not None:
+                updated = self.model.by_optimizer()
+                second.build(updated[1])
+            self.model.optimizer.build(updated[0])
+            elastic._numbers = itertools.count()  # as in a new process
+            state = elastic.KerasState(self.model, epoch=0)
+            of_state = (
+                elastic.UpdateEpochStateCallback(state),
+                elastic.CommitStateCallback(state, 9),
+            )
+
+            @elastic.run
+            def train(state: Any, *more: Any) -> None:
+                self.fits(*more, initial_epoch=state.epoch)
+
+            with contextlib.suppress(StopError):
+                train(state, *of_state, *stop)
 
     def then_fit(self) -> None:
         self.fit(self.given, epochs=1)

@@ -67,6 +67,10 @@ REFUSED = {
     "table, several": ({**TABLE, "multi": True, "option": "global_clipnorm"}, NORMS),
     "own layer, tape": ({**OWN, "step": "tape", "option": "global_clipnorm"}, NORMS),
     "own layer, several": ({**OWN, "multi": True, "option": "global_clipnorm"}, NORMS),
+    "slots, elastic": (
+        {"optimizer": "Adam", "distributed": "shard_state", "restart": "elastic"},
+        "those of rank 0",
+    ),
     "own layer, fewer": ({**OWN, "restart": "fewer"}, "differs between the 2 ranks"),
     "whole": ({**TABLE, "optimizer": "Muon", "step": "second"}, "computes with whole variables"),
     "averages": (
