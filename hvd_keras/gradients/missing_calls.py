@@ -375,7 +375,8 @@ def check_values(values: Any, when: str) -> None:
             f"{who} or a layer assigns values that depend on this rank's "
             f"data, logs or random numbers. Assign the same on all ranks: {same}"
             "average with hvd.allreduce what the values are computed from, or let one rank choose "
-            "them with hvd.broadcast."
+            "them with hvd.broadcast. To add up gradients, use gradient_accumulation_steps of the "
+            "optimizer."
         )
         if odd:
             text += (

@@ -37,7 +37,7 @@ from hvd_keras.gradients.specs import (
     spec_of,
 )
 from hvd_keras.runtime import agree, log, rank_info
-from hvd_keras.runtime.keras import keras, replaced, require
+from hvd_keras.runtime.keras import keras, overrides, replaced, require
 
 
 class GradientReducer:
@@ -463,6 +463,9 @@ class KerasReducer(GradientReducer):
                     raise self._not_exchanged("it never calls _backend_update_step")
                 return
             # Keras adds them up; after the last local step it calls _clip_gradients.
+            if overrides(self.optimizer, "apply", of=keras.optimizers.Optimizer):
+                step.finish()  # an apply of the user's may clip each
+                step.exchanges = False
             keras_apply(self.optimizer, step.gradients, trainable_variables)
             # In eager execution Keras accumulates in one step and exchanges in another.
             if not step.exchanged and not tf.executing_eagerly():

@@ -19,7 +19,7 @@ from hvd_keras import ops
 from hvd_keras.gradients import buckets, clipping, model_ranks, reducer, shards, specs
 from hvd_keras.ops.reduction import wire_dtype
 from hvd_keras.runtime import settings
-from hvd_keras.runtime.keras import keras, replaced
+from hvd_keras.runtime.keras import keras, overrides, replaced
 from hvd_keras.runtime.process_sets import ProcessSet
 
 _UNSUITABLE = {
@@ -32,10 +32,13 @@ _UNSUITABLE = {
 def check_suitable(optimizer: Any) -> None:
     """Raise ValueError if an optimizer's state cannot be in shares."""
     name = type(optimizer).__name__
-    if name in _UNSUITABLE:
+    reason = _UNSUITABLE.get(name)
+    if reason is None and overrides(optimizer, "apply", of=keras.optimizers.Optimizer):
+        reason = "its own apply may need all gradients, and each rank has the averages of a part"
+    if reason is not None:
         raise ValueError(
             f"hvd.DistributedOptimizer: shard_state=True is not possible for {name}, because "
-            f"{_UNSUITABLE[name]}. Leave shard_state out."
+            f"{reason}. Leave shard_state out."
         )
     if optimizer.built:
         raise ValueError(

@@ -143,7 +143,8 @@ def _end(own: Fit) -> None:
         missing_calls.tell(
             f"{', '.join(differ)}, a tf.Variable, differs by rank. Keras does not list it, so it "
             "is neither broadcast nor saved. Make it by self.add_weight(..., trainable=False), and "
-            "change it by the rows of all ranks: hvd.allgather(rows).",
+            "change it by the rows of all ranks: hvd.allgather(rows). If it adds up gradients, "
+            "gradient_accumulation_steps of the optimizer does that, and goes on in the next fit.",
             own.process_set,
         )
 

@@ -258,10 +258,17 @@ def differences(stored: list[Any], metadata: dict[str, Any], own: list[Any]) -> 
         shard = shards.of(variable)
         how = list(variable.shape if shard is None else shard.shape)
         here.append(f"{variable.path} {_kind(agree.numpy_dtype(variable.dtype).name)}{how}")
+
+    def is_same(theirs: str, mine: str, by_rank: bool) -> bool:
+        if by_rank:  # a layer of one rank has its name, and the file those of rank 0
+            theirs, mine = (one.partition(" ")[2] for one in (theirs, mine))
+        return _without_numbers(theirs) == _without_numbers(mine)
+
+    of_ranks = [by_rank for _, _, _, by_rank in stored]
     return [
         f"{theirs or 'nothing'} in the checkpoint, {mine or 'nothing'} in the model"
-        for theirs, mine in itertools.zip_longest(there, here)
-        if not theirs or not mine or _without_numbers(theirs) != _without_numbers(mine)
+        for theirs, mine, by_rank in itertools.zip_longest(there, here, of_ranks)
+        if not theirs or not mine or not is_same(theirs, mine, by_rank)
     ]
 
 

@@ -14,7 +14,7 @@ Spec = dict[str, Any]
 
 OPTIMIZERS = (
     "SGD Momentum Adam AdamW Nadam Adamax RMSprop Adagrad Adadelta Adafactor Ftrl Lamb Lion Muon "
-    "ScheduleFreeAdamW"
+    "ScheduleFreeAdamW Clipping"
 )
 # The values of each choice; the first one is the default.
 CHOICES: dict[str, Any] = {
@@ -213,9 +213,15 @@ EXCLUDED: list[Rule] = [
     # hvd.data.shard: a PyDataset's batches, of which more ranks have more, are shuffled as wholes.
     (lambda s: s.data == "pydataset" and s.order == "hvd", ["order"]),
     # docs/embeddings.md, "State in shares"
-    (lambda s: s.optimizer in ("Adafactor", "ScheduleFreeAdamW") and s.shards, ["distributed"]),
+    (
+        lambda s: s.optimizer in ("Adafactor", "ScheduleFreeAdamW", "Clipping") and s.shards,
+        ["distributed"],
+    ),
     # docs/embeddings.md, "Limits of tables"
-    (lambda s: s.optimizer in ("Adafactor", "Lamb", "Muon") and s.is_divided, ["table"]),
+    (
+        lambda s: s.optimizer in ("Adafactor", "Lamb", "Muon", "Clipping") and s.is_divided,
+        ["table"],
+    ),
     (lambda s: "swap_ema" in s.callbacks and s.shards, ["distributed"]),
     # docs/design.md, "Sparse gradients": adaptive optimizers square duplicate rows one by one.
     (lambda s: s.has_table and s.distributed == "sparse_as_dense", ["distributed"]),

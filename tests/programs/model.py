@@ -44,6 +44,15 @@ class Overshoot(keras.metrics.Mean):
         return super().update_state(keras.ops.relu(y_pred - y_true), sample_weight)
 
 
+@keras.saving.register_keras_serializable("programs")
+class Clipping(keras.optimizers.SGD):
+    """An optimizer that changes gradients before Keras sees them."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        clipped = [None if one is None else tf.clip_by_norm(one, 0.1) for one in grads]
+        super().apply(clipped, trainable_variables)
+
+
 LOGITS = {"from_logits": True}
 LOSSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "mse": (keras.losses.MeanSquaredError, {}),
@@ -146,7 +155,7 @@ def _layers(
         activation = ACTIVATIONS.get(spec.loss)
         add(of.Dense, name, units, activation=activation, dtype="float32")
     for rank in own:
-        name = f"own{rank}" if len(own) > 1 else "own"  # the same on all ranks
+        name = f"own{rank}"
         made[name] = of.Dense(2, name=name, kernel_initializer=Initial(900 + rank))
         made[name].owner = rank
         made[name].build((None, SIDE))  # the optimizer must know its variables
@@ -353,7 +362,8 @@ def _optimizer(model: Any, spec: View, side: Side, noise: float) -> Any:
         chosen["average_aggregated_gradients"] = True
     elif spec.accumulation > 1:
         options["gradient_accumulation_steps"] = spec.accumulation
-    made = getattr(keras.optimizers, name)(rate, **options)
+    kind = Clipping if name == "Clipping" else getattr(keras.optimizers, name)
+    made = kind(rate, **options)
     if spec.multi:
         other = keras.optimizers.SGD(0.02, **options | {"momentum": 0.5, "name": "other"})
         of_paths = keras.optimizers.OptimizerMap(made, {"(.*/)?a/.*": other})

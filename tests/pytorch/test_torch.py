@@ -26,7 +26,7 @@ CASES = ["sgd", "adam", "passes", "own step", "branch", "no branch", "sum", "cir
 CASES += [*OWN, "bfloat16", "float16", "sum by batch", "masked sgd by batch"]
 CASES += ["loader", "workers", "sampler", "dataset"]
 # Together nearly each value of each choice occurs.
-PROGRAMS = (1533, 986, 3942, 1567, 2961, 1115, 550, 2716, 540, 64, 3960, 26, 574, 57)
+PROGRAMS = (5920, 4400, 586, 2405, 3822, 129, 1567, 2097, 1233, 204, 104, 1761, 2749, 957)
 
 
 @pytest.fixture(scope="module")

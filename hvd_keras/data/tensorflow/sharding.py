@@ -65,7 +65,8 @@ def shard(
             rerun repeats the order. A PyDataset's batches are shuffled as wholes; a shorter last
             one stays last. For a tf.data.Dataset, True holds all rows in memory, and a number holds
             only that many. Default: True, except for a dataset that is batched, shuffles itself or
-            has unknown length.
+            has unknown length. One that shuffles itself begins with its second order: this function
+            compares the first rows on all ranks.
         seed: a number, 0 or more.
         start_epoch: the number of the first epoch; to resume, the ``initial_epoch`` of ``fit``.
             ``hvd.callbacks.Checkpoint`` sets it by itself.
