@@ -277,6 +277,7 @@ EXCLUDED: list[Rule] = [
 # docs/using/torch.md and the errors there name what exists on TensorFlow alone.
 TORCH: list[Rule] = [
     (lambda s: True, ["step", "table", "op", "multi", "local", "at_once", "repeat"]),
+    (lambda s: s.restart == "elastic", ["restart"]),
     (lambda s: s.mode == "xla", ["mode"]),  # torch.compile takes minutes
     (lambda s: s.body == "batchnorm", ["body"]),  # each rank's own
     (lambda s: s.data in ("tfrecord", "agree", "regrouped"), ["data"]),

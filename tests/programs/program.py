@@ -172,22 +172,23 @@ class Program:
         self.fit(self.given, *checkpoint, *stop, epochs=self.spec.epochs, **arguments)
 
     def history(self, given: dict[str, Any], *more: Any, **arguments: Any) -> Any:
-        """Trains, and returns what Keras has logged."""
+        """Trains, and returns Keras's history."""
         if self.spec.weights == "class":
             arguments["class_weight"] = {0: 0.5, 1: 2.0, 2: 1.0}
         arguments |= {"callbacks": [*self.callbacks(), *more], "verbose": 0}
-        return self.model.fit(**given, **arguments, **self.validation.validation()).history
+        return self.model.fit(**given, **arguments, **self.validation.validation())
 
     def fit(self, given: dict[str, Any], *more: Any, **arguments: Any) -> None:
         """Trains, and writes down what came of it."""
         spec, history = self.spec, self.history(given, *more, **arguments)
-        for key, values in history.items():
+        for key, values in history.history.items():
             in_first = not key.startswith("val_") or spec.validation_freq == 1
             # That of a fit that goes on after a restart begins with the second epoch, or the first:
             # an exception may come before all ranks have written their parts of a checkpoint.
             has_restarted = spec.restart != "none" and self.step == "fit" and in_first
-            first = max(0, len(values) - spec.epochs + 1) if has_restarted else 0
-            found = np.asarray(values[first:], "float64")
+            if has_restarted:
+                values = [value for i, value in zip(history.epoch, values, strict=True) if i]
+            found = np.asarray(values, "float64")
             compared = spec.average and (key.startswith("val_") or not spec.logs_padding)
             self.seen[f"{self.step} history {key}"] = found if compared else len(found)
         self.look()

@@ -26,7 +26,7 @@ CASES = ["sgd", "adam", "passes", "own step", "branch", "no branch", "sum", "cir
 CASES += [*OWN, "bfloat16", "float16", "sum by batch", "masked sgd by batch"]
 CASES += ["loader", "workers", "sampler", "dataset"]
 # Together nearly each value of each choice occurs.
-PROGRAMS = (5920, 4400, 586, 2405, 3822, 129, 1567, 2097, 1233, 204, 104, 1761, 2749, 957)
+PROGRAMS = (5920, 4400, 586, 2405, 3822, 129, 1567, 3707, 3426, 293, 318, 742, 543, 1904)
 
 
 @pytest.fixture(scope="module")
