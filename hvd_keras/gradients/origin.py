@@ -97,17 +97,18 @@ def record(gradient: Any, tape: Any, target: Any, sources: Any, *args: Any, **kw
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def record_graph(gradients: Any, ys: Any, xs: Any, *args: Any, **kwargs: Any) -> Any:
+def record_graph(gradients: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``tf.gradients``: remember what it returns."""
-    result = gradients(ys, xs, *args, **kwargs)
+    result = gradients(*args, **kwargs)
     missing_calls.note_tape((), tf.nest.flatten(result))
     return result
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def record_clip(clip: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
+def record_clip(clip: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``tf.clip_by_value`` and the like: remember what they return."""
-    result = clip(values, *args, **kwargs)
+    result = clip(*args, **kwargs)
+    values = args[0] if args else kwargs.get("t", kwargs.get("t_list"))
     are_equal = all(hasattr(one, "_hvd_reduced") for one in tf.nest.flatten(values))
     for one in () if are_equal else filter(tf.is_tensor, tf.nest.flatten(result)):
         one = getattr(one, "values", one)

@@ -199,7 +199,7 @@ def in_function(of, *args):
 
 
 def clip(gradient):
-    return tf.clip_by_norm(gradient, 0.1)
+    return tf.clip_by_norm(t=gradient, clip_norm=0.1)
 
 
 def scaled_by(scales, run):
