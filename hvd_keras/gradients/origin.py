@@ -336,7 +336,8 @@ def _factors_of(name: str, pairs: Sequence[tuple[Any, Any]]) -> tuple[float, flo
         for one, variable in pairs
         if not (hasattr(one, "_hvd_of_tape") or hasattr(one, "_hvd_reduced"))
     ]
-    factors = {float("nan") for one, _ in changed if hasattr(one, "_hvd_clipped")}
+    values = [getattr(one, "values", one) for one, _ in changed]
+    factors = {float("nan") for one in values if hasattr(one, "_hvd_clipped")}
     for one, number in changed:
         if (known := _sums.setdefault(number, None)) is not None:
             one, known = (tf.cast(tf.convert_to_tensor(t), tf.float32) for t in (one, known))
