@@ -65,8 +65,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             ``hvd.Adasum`` (with ``sparse_as_dense``) to decide between both by the gradients'
             directions.
         backward_passes_per_step: local steps whose gradients are added up before an update; sets
-            the optimizer's own ``gradient_accumulation_steps``. Not for optimizers of TensorFlow 1,
-            nor inside a LossScaleOptimizer of tf_keras.
+            the optimizer's own ``gradient_accumulation_steps``. They are exchanged once per update,
+            or in each step if the optimizer's class has an ``apply`` of its own, which may clip
+            them. Not for optimizers of TensorFlow 1, nor inside a LossScaleOptimizer of tf_keras.
         average_aggregated_gradients: with ``backward_passes_per_step``, apply the mean of the local
             steps instead of their sum.
         num_groups: exchange the gradients in this many requests. Default: by size, see
