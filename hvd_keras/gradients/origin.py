@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import tensorflow as tf
 
 from hvd_keras.gradients import missing_calls, shards
@@ -27,6 +28,8 @@ _LINEAR = {
     *("Sub", "Squeeze", "ExpandDims", "ConcatV2", "Split", "SplitV", "Pack", "Unpack", "Sum"),
     *("Mean", "Slice", "StridedSlice", "CheckNumerics", "StopGradient", "PreventGradient"),
     *("UnsortedSegmentSum", "GatherV2", "Pad", "PadV2", "BroadcastTo", "Tile"),
+    *("TensorListSetItem", "TensorListPushBack", "TensorListFromTensor", "TensorListGetItem"),
+    *("TensorListStack", "TensorListGather", "TensorListConcatV2", "TensorListPopBack"),
 }
 _PRODUCTS = {"Mul", "RealDiv", "Div", "DivNoNan", "MatMul", "BatchMatMulV2", "Einsum"}
 _OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike"}
@@ -349,7 +352,7 @@ def _factors_of(name: str, pairs: Sequence[tuple[Any, Any]]) -> tuple[float, flo
     forget(variable for _, variable in pairs)
     if not factors:
         return UNCHANGED
-    found = min(factors), max(factors)
+    found = float(np.min([*factors])), float(np.max([*factors]))  # NaN if one is
     pairs_of = zip(found, _factors.setdefault(name, found), strict=True)
     is_same = all(abs(one - first) <= 1e-3 * abs(first) for one, first in pairs_of)
     return float(not is_same), *found

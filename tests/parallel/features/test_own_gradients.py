@@ -212,6 +212,11 @@ def scaled_by(scales, run):
 
 LOOPS_RIGHT = {
     "added in a loop": lambda own: in_function(lambda: own.apply(own.added(own.rows))),
+    "added in a list": lambda own: in_function(
+        lambda: own.apply(
+            tf.reduce_mean(tf.map_fn(lambda row: own.gradient(row[tf.newaxis]), own.rows), 0)
+        )
+    ),
     "a scale that changes": scaled_by((8.0, 8.0, 4.0), lambda step, scale: step(scale)),
     "a scale that is given": scaled_by(tf.constant([8.0]), in_function),
     "the same branch": lambda own: in_function(
