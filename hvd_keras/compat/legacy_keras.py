@@ -105,7 +105,7 @@ class Reducer(reducer.GradientReducer):
         if not are_reduced:
             is_together = self.process_set.size() > 1 and not agree.is_building.get()
             if computed is None and is_together and self.averages_rows:
-                origin.check(self.name, gradients, variables, self.process_set)
+                self._factors = origin.check(self.name, gradients, variables, self.process_set)
             pairs = list(zip(self.reduce(gradients, variables), variables, strict=True))
         return self._apply(pairs, name)
 

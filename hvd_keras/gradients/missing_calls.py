@@ -108,10 +108,7 @@ def check_update(optimizer: Any, gradients: list[Any], variables: list[Any]) -> 
     if not first_steps_are_local or in_fit.get() or not variables:
         # A graph may apply what the script has reduced outside of it; that cannot be seen.
         parts = in_fit.get() or is_eager() or any(_noted(v) is graph() for v in variables)
-        if not parts:
-            from hvd_keras import ops
-
-            parts = not ops.has_reduced()
+        parts = parts or not has_reduced()
         tell(text, global_process_set, RuntimeError, parts=parts)
         _told_alone.add(*variables)
         return
@@ -469,6 +466,13 @@ def of_reducer() -> Iterator[None]:
         yield
     finally:
         _by_reducers += count("bytes") - before if is_eager() else 0
+
+
+def has_reduced() -> bool:
+    """Whether the script has called ``allreduce``."""
+    from hvd_keras import ops
+
+    return ops.has_reduced()
 
 
 def _by_script() -> int:

@@ -43,24 +43,25 @@ _FUNCTIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("PartitionedCall", "StatefulPartitionedCall"), ("f",)),
     **dict.fromkeys(("While", "StatelessWhile"), ("body",)),
     **dict.fromkeys(("If", "StatelessIf"), ("then_branch", "else_branch")),
+    **dict.fromkeys(("Case", "StatelessCase"), ("branches",)),
 }
 _DEPTH = 60  # beyond which no gradient is looked for
 
 # In eager code, by variable: the sum since the last update, if a script has changed gradients.
 _sums: dict[int, Any] = {}
-# By optimizer: the least and the largest factor of a gradient in the first step.
-_factors: dict[str, tuple[float, float]] = {}
-#: What ranks send of the factors of an eager step: whether they are not those of the first step,
-#: the least, and the largest. These are of gradients that no script has changed.
-UNCHANGED = (0.0, 0.0, 0.0)
+# By optimizer and variable: the factor of its gradient in the first step.
+_factors: dict[tuple[str, int], float] = {}
+#: What ranks send of an eager step: the least and the largest factor, relative to those of the
+#: first step. These say that a script has changed no gradients, or that all are zero.
+UNCHANGED = (0.0, 0.0)
 #: Whether a distributed tape asks the tape in it.
 in_tape = contextvars.ContextVar("a distributed tape asks", default=False)
 #: What tapes have been asked for the gradients of, while a step is tried.
 targets: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("targets", default=None)
 #: Whether this step has called losses of ``compile``: fit weighs those that add up rows.
 has_compiled_loss = contextvars.ContextVar("the step has called compile's losses", default=False)
-# What distributed tapes have returned in graphs, and what TensorFlow has clipped: the names of
-# tensors.
+# What distributed tapes have returned in graphs, and what TensorFlow has clipped of a function's
+# arguments: the names of tensors.
 _exchanged: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 _clipped: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 # Variables whose gradients tapes have returned in eager code since the last update: distributed
@@ -111,14 +112,16 @@ def record_graph(gradients: Any, *args: Any, **kwargs: Any) -> Any:
 def record_clip(clip: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``tf.clip_by_value`` and the like: remember what they return."""
     result = clip(*args, **kwargs)
-    values = args[0] if args else kwargs.get("t", kwargs.get("t_list"))
-    are_equal = all(hasattr(one, "_hvd_reduced") for one in tf.nest.flatten(values))
-    for one in () if are_equal else filter(tf.is_tensor, tf.nest.flatten(result)):
-        one = getattr(one, "values", one)
-        if hasattr(one, "graph"):
-            _clipped.setdefault(one.graph, set()).add(one.name)
-        else:
+    given = tf.nest.flatten(args[0] if args else kwargs.get("t", kwargs.get("t_list")))
+    every = [one for one in tf.nest.flatten(result) if tf.is_tensor(one)]
+    values: list[Any] = [getattr(one, "values", one) for one in every]
+    if tf.executing_eagerly():
+        are_equal = all(one is None or hasattr(one, "_hvd_reduced") for one in given)
+        for one in () if are_equal else values:
             one._hvd_clipped = True
+    elif any(map(_is_argument, given)):
+        for one in values:
+            _clipped.setdefault(one.graph, set()).add(one.name)
     return result
 
 
@@ -137,32 +140,58 @@ def check(
     variables: Sequence[Any],
     process_set: ProcessSet,
     shared: Sequence[Any] = (),
-) -> tuple[float, float, float]:
+) -> tuple[float, float]:
     """Warn if a script has changed gradients of this rank, other than by the same on all ranks.
 
     Or if it has moved ``shared`` weights by them, before; seen in graphs only. With ``HVD_STRICT``
     raise a ValueError. In eager code, return what ``compare`` needs of each rank.
     """
     pairs = [pair for pair in zip(gradients, variables, strict=False) if pair[0] is not None]
+    # What the script clips may be exchanged already, where that cannot be seen.
+    is_exchanged = any(v in missing_calls.reduced for _, v in pairs) or missing_calls.has_reduced()
+    clipped = [] if is_exchanged else [one for one, _ in pairs if _is_clipped(one)]
     if tf.executing_eagerly():
-        return _factors_of(name, pairs)
+        return (float("nan"),) * 2 if clipped else _factors_of(name, pairs)
     walk = _Walk()
-    if any(walk.kind(one) == "changed" for one, _ in pairs):
-        _tell(_CHANGED, _line(walk.culprit.traceback), process_set, _CLIP)
+    if clipped or any(walk.kind(one) == "changed" for one, _ in pairs):
+        op = walk.culprit or clipped[0].op
+        _tell(_CHANGED, _line(op.traceback), process_set, _CLIP)
     if moved := next(filter(None, map(walk.moved, shared)), ""):
         _tell(_MOVED, moved, process_set)
     return UNCHANGED
 
 
 def compare(factors: Any, process_set: ProcessSet) -> None:
-    """Warn, as ``check``, if ranks change gradients by factors that are not the same.
+    """Warn, as ``check``, if factors are not those of the first step, nor the same on all ranks.
 
     Args:
-        factors: what ``check`` has returned on each rank in this step, float32 of [ranks, 3].
+        factors: what ``check`` has returned on each rank in this step, float32 of [ranks, 2].
     """
-    is_same = (abs(factors - factors[0]) <= 1e-3 * abs(factors[0])).all()  # not if one is NaN
-    if factors[:, 0].any() and not is_same:
+    known = factors[factors.any(axis=1)]
+
+    def are_near(other: Any) -> bool:
+        return bool((abs(known - other) <= 1e-3 * abs(other)).all())  # not if one is NaN
+
+    if len(known) and not are_near(np.float32(1)) and not are_near(known[0]):
         _tell(_CHANGED, _line(traceback.extract_stack()), process_set, _CLIP)
+
+
+def _is_argument(value: Any) -> bool:
+    """Whether a tensor in a graph, or its values, is an argument of a function."""
+    op = getattr(getattr(value, "values", value), "op", None)
+    return op is not None and op.type == "Placeholder"
+
+
+def _is_clipped(gradient: Any) -> bool:
+    """Whether TensorFlow has clipped a gradient, as the last that the script does."""
+    value = getattr(gradient, "values", gradient)
+    if tf.executing_eagerly():
+        return hasattr(value, "_hvd_clipped")
+    while value.op.type == "Identity":
+        if value.name in _clipped.get(value.graph, ()):
+            return True
+        value = value.op.inputs[0]
+    return value.name in _clipped.get(value.graph, ())
 
 
 def _tell(what: str, where: str, process_set: ProcessSet, advice: str = "") -> None:
@@ -225,6 +254,7 @@ class _Walk:
         self._weights = {id(one.handle) for one in known if hasattr(one, "handle")}
         self._known: dict[Any, _Kind] = {}
         self._outer: dict[Any, Any] = {}  # what inputs of inner functions are
+        self._next: dict[Any, Any] = {}  # and, of loops, what they are in the next pass
 
     def kind(self, gradient: Any) -> _Kind:
         return self._kind(getattr(gradient, "values", gradient), 0)
@@ -258,7 +288,8 @@ class _Walk:
         op = tensor.op
         if op.type == "Placeholder":
             if (outer := self._captured(tensor)) is not None:
-                return self._kind(outer, depth)
+                end = self._next.get((id(tensor.graph), tensor.name), outer)
+                return _strongest([self._kind(outer, depth), self._kind(end, depth)])
             self.is_doubtful = True
             return "equal" if tensor.shape.rank == 0 else "data"  # such as a scale of the loss
         if op.type.startswith("Hvd") or op.type in _OF_SHAPES:
@@ -271,10 +302,6 @@ class _Walk:
         if op.type in _FUNCTIONS and (found := self._of_functions(tensor, depth)):
             return found
         kinds = [self._kind(one, depth) for one in op.inputs if one.dtype != tf.resource]
-        is_clipped = "data" in kinds and tensor.name in _clipped.get(tensor.graph, ())
-        if is_clipped and "gradient" not in kinds:  # of an unknown origin
-            self.culprit = self.culprit or op
-            return "changed"
         if "changed" in kinds:
             return "changed"
         if "gradient" not in kinds:
@@ -290,24 +317,31 @@ class _Walk:
 
     def _of_functions(self, tensor: Any, depth: int) -> _Kind | None:
         """That of a result of functions that its op calls, if they are known."""
-        op, kinds = tensor.op, []
-        inputs = list(op.inputs)
-        if op.type.endswith("If"):
+        op, kinds, inputs = tensor.op, [], list(tensor.op.inputs)
+        branches = op.type.endswith(("If", "Case"))
+        if branches:
             kinds.append(self._kind(inputs.pop(0), depth))
-        for attribute in _FUNCTIONS[op.type]:
-            function = op.graph._get_function(op.get_attr(attribute).name)
-            graph = getattr(function, "graph", None)
+        functions = [op.get_attr(attribute) for attribute in _FUNCTIONS[op.type]]
+        for function in functions[0] if isinstance(functions[0], list) else functions:
+            graph = getattr(op.graph._get_function(function.name), "graph", None)
             if graph is None or len(graph.inputs) != len(inputs):
                 return None
-            for own, outer in zip(graph.inputs, inputs, strict=True):
-                self._outer[id(graph), own.name] = outer
+            here = {(id(graph), own.name): i for own, i in zip(graph.inputs, inputs, strict=True)}
+            if any(self._outer.get(key, outer) is not outer for key, outer in here.items()):
+                # Another call of the function.
+                self._known = {k: v for k, v in self._known.items() if k[0] != id(graph)}
+            self._outer |= here
+            if op.type.endswith("While"):
+                ends = zip(graph.inputs, graph.outputs, strict=True)
+                self._next |= {(id(graph), own.name): end for own, end in ends}
             kinds.append(self._kind(graph.outputs[tensor.value_index], depth))
         if op.type.endswith("While"):  # which may end with what has entered it
+            self.is_doubtful = True
             kinds.append(self._kind(inputs[tensor.value_index], depth))
-        if op.type.endswith("If") and kinds[0] == "data" and "gradient" in kinds:
+        if branches and kinds[0] == "data" and "gradient" in kinds:
             self.culprit = self.culprit or op  # ranks take different branches
             return "changed"
-        return next(one for one in _STRONGEST if one in kinds)
+        return _strongest(kinds)
 
     def _captured(self, tensor: Any) -> Any:
         """What an input of a function is outside of it, if that is known."""
@@ -332,15 +366,14 @@ class _Walk:
         return next((kind for kind in ("changed", "data", "gradient") if kind in kinds), "equal")
 
 
-def _factors_of(name: str, pairs: Sequence[tuple[Any, Any]]) -> tuple[float, float, float]:
+def _factors_of(name: str, pairs: Sequence[tuple[Any, Any]]) -> tuple[float, float]:
     """How the gradients of an eager step differ from the sums of those of tapes."""
     changed = [
         (one, shards.variable_id(variable))
         for one, variable in pairs
         if not (hasattr(one, "_hvd_of_tape") or hasattr(one, "_hvd_reduced"))
     ]
-    values = [getattr(one, "values", one) for one, _ in changed]
-    factors = {float("nan") for one in values if hasattr(one, "_hvd_clipped")}
+    found = []
     for one, number in changed:
         if (known := _sums.setdefault(number, None)) is not None:
             one, known = (tf.cast(tf.convert_to_tensor(t), tf.float32) for t in (one, known))
@@ -348,14 +381,15 @@ def _factors_of(name: str, pairs: Sequence[tuple[Any, Any]]) -> tuple[float, flo
             distance = tf.reduce_max(tf.abs(one - factor * known))
             is_known = distance <= 1e-3 * tf.reduce_max(tf.abs(one))
             if tf.reduce_any(known != 0):
-                factors.add(float(factor) if is_known else float("nan"))
+                now = float(factor) if is_known else float("nan")
+                first = _factors.setdefault((name, number), now)
+                found.append(now / first if first else now + 1)
     forget(variable for _, variable in pairs)
-    if not factors:
-        return UNCHANGED
-    found = float(np.min([*factors])), float(np.max([*factors]))  # NaN if one is
-    pairs_of = zip(found, _factors.setdefault(name, found), strict=True)
-    is_same = all(abs(one - first) <= 1e-3 * abs(first) for one, first in pairs_of)
-    return float(not is_same), *found
+    return (float(np.min(found)), float(np.max(found))) if found else UNCHANGED  # NaN if one is
+
+
+def _strongest(kinds: Sequence[_Kind]) -> _Kind:
+    return next(one for one in _STRONGEST if one in kinds)
 
 
 def _line(frames: Iterable[Any]) -> str:

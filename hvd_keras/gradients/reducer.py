@@ -189,12 +189,11 @@ class GradientReducer:
         kinds = agreement.kinds_of(gradients)
         indices = agreement.group_indices(self.groups, variables)
         if tf.executing_eagerly():
-            # Which gradients exist may differ in each step and on each rank: an allgather of one
-            # byte per variable.
-            kinds, factors = agreement.agree_on_kinds(
-                self.name, kinds, self.process_set, self._factors
-            )
-            origin.compare(factors, self.process_set)
+            # Which gradients exist may differ in each step and on each rank: an allgather of about
+            # one byte per variable.
+            own, self._factors = self._factors, origin.UNCHANGED
+            kinds, every = agreement.agree_on_kinds(self.name, kinds, self.process_set, own)
+            origin.compare(every, self.process_set)
         # In a graph this is fixed now. A rank that traces the same function again does not ask the
         # others, which may not be tracing.
         key = tf.executing_eagerly(), specs, kinds, tuple(map(tuple, indices))

@@ -253,23 +253,19 @@ def differences(stored: list[Any], metadata: dict[str, Any], own: list[Any]) -> 
         table = tables.get(str(i))
         how = table["shape"] if table else list(shape)
         is_part = i < len(own) and shards.of(own[i]) is not None
-        there.append(f"{path} {_kind(dtype)}{how}" + " of each rank" * (by_rank and is_part))
+        there.append((path, f"{_kind(dtype)}{how}" + " of each rank" * (by_rank and is_part)))
     for variable in own:
         shard = shards.of(variable)
         how = list(variable.shape if shard is None else shard.shape)
-        here.append(f"{variable.path} {_kind(agree.numpy_dtype(variable.dtype).name)}{how}")
-
-    def is_same(theirs: str, mine: str, by_rank: bool) -> bool:
-        if by_rank:  # a layer of one rank has its name, and the file those of rank 0
-            theirs, mine = (one.partition(" ")[2] for one in (theirs, mine))
-        return _without_numbers(theirs) == _without_numbers(mine)
-
-    of_ranks = [by_rank for _, _, _, by_rank in stored]
-    return [
-        f"{theirs or 'nothing'} in the checkpoint, {mine or 'nothing'} in the model"
-        for theirs, mine, by_rank in itertools.zip_longest(there, here, of_ranks)
-        if not theirs or not mine or not is_same(theirs, mine, by_rank)
-    ]
+        here.append((variable.path, f"{_kind(agree.numpy_dtype(variable.dtype).name)}{how}"))
+    found, nothing = [], ("nothing", "at all")
+    for i, (theirs, mine) in enumerate(itertools.zip_longest(there, here, fillvalue=nothing)):
+        # A layer of one rank has its name, and the file those of rank 0.
+        names = [] if i < len(stored) and stored[i][3] else [theirs[0], mine[0]]
+        is_same = theirs[1] == mine[1] and len({*map(_without_numbers, names)}) < 2
+        if not is_same:
+            found.append(f"{' '.join(theirs)} in the checkpoint, {' '.join(mine)} in the model")
+    return found
 
 
 def _kind(dtype: str) -> str:

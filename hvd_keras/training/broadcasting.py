@@ -122,17 +122,16 @@ def build(model: Any, element_spec: Any, whole_step: bool = False) -> Exception 
     traced = step if has_own_step or whole_step else forward
     is_eager = model.run_eagerly or tf.config.functions_run_eagerly()
     if is_eager and has_own_step and not (whole_step or is_legacy):
-        with agree.within(agree.is_building, True), contextlib.suppress(Exception):
+        with _building(), contextlib.suppress(Exception):
             tf.function(forward, autograph=False).get_concrete_function(element_spec)
         if not unbuilt(model):
             return None
     if hasattr(model, "_autoconvert_optionals"):
         traced = model._autoconvert_optionals(traced)
     failure = None
-    with agree.within(agree.is_building, True):
+    with _building():
         try:
-            with _functions_forget():
-                tf.function(traced, autograph=is_legacy).get_concrete_function(element_spec)
+            tf.function(traced, autograph=is_legacy).get_concrete_function(element_spec)
         except Exception as error:
             log.logger.debug("%s cannot be traced before its step: %r", model.name, error)
             failure = error
@@ -144,21 +143,28 @@ def build(model: Any, element_spec: Any, whole_step: bool = False) -> Exception 
 
 
 @contextlib.contextmanager
-def _functions_forget() -> Iterator[None]:
-    """Let each tf.function of a script keep nothing of what it traces in this block.
+def _building() -> Iterator[None]:
+    """Let steps change nothing, and each tf.function of a script forget what it traces here.
 
     It would run that in the training, too, where gradients are exchanged.
     """
     kind: Any = type(tf.function(lambda: None))
     call = kind.__call__
 
+    @functools.cache
+    def fresh(function: Any) -> Any:
+        return function._clone(None)
+
     @functools.wraps(call)
     def forgetting(function: Any, *args: Any, **kwargs: Any) -> Any:
-        return call(function._clone(None) if agree.is_building.get() else function, *args, **kwargs)
+        # Those of files, of a derived class, have been traced.
+        is_own = agree.is_building.get() and type(function) is kind
+        return call(fresh(function) if is_own else function, *args, **kwargs)
 
     kind.__call__ = forgetting
     try:
-        yield
+        with agree.within(agree.is_building, True):
+            yield
     finally:
         kind.__call__ = call
 
@@ -192,7 +198,7 @@ def build_step(model: Any, element_spec: Any) -> None:
         outputs = model.outputs[0] if is_single else model.output  # nested
         return keras.tree.map_structure(lambda one: tf.TensorSpec(one.shape, one.dtype), outputs)
 
-    with agree.within(agree.is_building, True):
+    with _building():
         try:
             given = outputs() if is_known else None
             several = keras.tree.is_nested(given if is_known else y)
