@@ -13,7 +13,7 @@ import torch
 from hvd_keras.gradients import missing_calls, specs
 from hvd_keras.gradients.values import Values
 from hvd_keras.runtime import agree, rank_info
-from hvd_keras.runtime.keras import innermost, replaced
+from hvd_keras.runtime.keras import innermost, overrides, replaced
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.runtime.reductions import Average, Max, ReduceOp, check_of_gradients
 from hvd_keras.torch.collectives import Compression, Exchange, all_checked, check_compression
@@ -85,7 +85,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     call |= {"process_set": process_set.id(), "prescale": 1 / factor, "postscale": factor}
     name = name or specs.next_name(process_set)
     local_sum = 1 if average_aggregated_gradients else passes
-    Reducer(optimizer, name, process_set, local_sum, op, call)
+    reducer = Reducer(optimizer, name, process_set, local_sum, op, call)
+    # A LossScaleOptimizer changes what an optimizer accumulates.
+    reducer.watches = optimizer is outermost or not optimizer.gradient_accumulation_steps
     return outermost
 
 
@@ -133,7 +135,7 @@ class Ahead:
             return
         self._is_stale |= number in self.sent  # computed again before the update
         self._given[i] = _state(self._values[i].grad)
-        if not send.__self__.is_stepping:
+        if not send.__self__.is_stepping or send.__self__.accumulates:
             return
         self._awaited[number].discard(i)
         if not self._is_stale and not self._awaited[number]:
@@ -220,6 +222,10 @@ class Reducer:
         self._optimizer, self._local_sum, self._call = optimizer, local_sum, call
         self._compared: dict[tuple[int, ...], Values] = {}  # lists of variables
         self._ahead: Ahead | None = None
+        # An apply of the user's may clip the gradients of each step.
+        has_own = overrides(optimizer, "apply", of=keras.optimizers.Optimizer)
+        self.accumulates = bool(optimizer.gradient_accumulation_steps) and not has_own
+        self.watches = True  # which gradients are computed
         self.is_stepping = False  # in Keras's own step, which applies what ``backward`` computes
         self._is_reduced = False  # what ``_apply`` gets is of all ranks
         self._outputs: dict[str, list[torch.Tensor]] = {}  # of earlier requests
@@ -274,15 +280,15 @@ class Reducer:
             gradients[i] = torch.zeros_like(shown[i].value)
         if are_changed:
             missing_calls.warn_of_changed(self.name, self.process_set)
-        if not self._optimizer.gradient_accumulation_steps:
-            if ahead is not None and differ:
-                # The script changes gradients, or computes them in several parts.
-                ahead.drain()
-                ahead = self._ahead = None
-            done = ahead.results(gradients, exist) if ahead is not None else {}
+        if ahead is not None and differ and not self.accumulates:
+            # The script changes gradients, or computes them in several parts.
+            ahead.drain()
+            ahead = self._ahead = None
+        done = ahead.results(gradients, exist & (not self.accumulates)) if ahead is not None else {}
+        if not self.accumulates:
             gradients = self._exchange(gradients, done)
-            if is_new and len(self._compared) == 1:
-                self._ahead = Ahead([variable.value for variable in shown], self._send)
+        if self.watches and is_new and len(self._compared) == 1:
+            self._ahead = Ahead([variable.value for variable in shown], self._send)
         return gradients
 
     def leave_uncompiled(self) -> None:
@@ -293,7 +299,7 @@ class Reducer:
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
         """Replace ``_clip_gradients``: called once per update, with the accumulated gradients."""
         if self._optimizer.gradient_accumulation_steps:
-            grads = self._exchange(grads, {})
+            grads = self._exchange(grads, {}) if self.accumulates else grads
             if self._local_sum > 1:  # Keras has taken the mean of the local steps
                 grads = [g if g is None else g * self._local_sum for g in grads]
         return type(self._optimizer)._clip_gradients(self._optimizer, grads)

@@ -378,7 +378,7 @@ def test_buckets_travel_during_backward_with_the_same_bits(hvdrun) -> None:
                 self.optimizer.apply(gradients, weights)
                 return {"loss": y.detach()}
 
-        def trained(kind, cls=plain):
+        def trained(kind, cls=plain, local_steps=None):
             ours.Ahead = cls
             start = keras.initializers.GlorotUniform(seed=1)
             inputs = keras.Input([40])
@@ -387,7 +387,8 @@ def test_buckets_travel_during_backward_with_the_same_bits(hvdrun) -> None:
                 y = keras.layers.Dense(40, "tanh", kernel_initializer=start)(y)
             model = Changing(inputs, y)
             model.kind = kind
-            model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)), "mse")
+            how = {"momentum": 0.9, "gradient_accumulation_steps": local_steps}
+            model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, **how)), "mse")
             ahead.clear()
             for _ in range(4):
                 model.train_on_batch(x, x)
@@ -408,6 +409,11 @@ def test_buckets_travel_during_backward_with_the_same_bits(hvdrun) -> None:
             assert sent == ([-1, 0, 0, 0] if kind == "in data" else expected), (kind, sent)
             hvd.barrier()
             print("end of", kind, file=sys.stderr, flush=True)
+        for kind in ("ahead", "other"):  # what an optimizer accumulates is sent by no one ahead
+            trained(kind, local_steps=2)
+            assert max(ahead) == 0, ahead
+            hvd.barrier()
+            print("end of accumulated", kind, file=sys.stderr, flush=True)
     """
     hvdrun.environment["KERAS_BACKEND"] = "torch"
     job = hvdrun.python(2, script)
@@ -417,3 +423,6 @@ def test_buckets_travel_during_backward_with_the_same_bits(hvdrun) -> None:
     assert warning not in before
     assert warning in after
     assert job.stderr.count("end of other") == 2
+    first, _, last = after.rpartition("end of other")[2].partition("end of accumulated ahead")
+    assert warning not in first
+    assert warning in last
