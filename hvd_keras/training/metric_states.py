@@ -175,9 +175,10 @@ def numbers(results: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict):
             flat.update(numbers(value))
         elif isinstance(value, Variable) or hasattr(value, "numpy"):  # or a tensor
-            # A copy, of what may be on a GPU.
-            array = np.array(value if is_legacy else keras.ops.convert_to_numpy(value))
-            flat[key] = float(array.item()) if array.size == 1 else array
+            try:
+                flat[key] = float(value)  # as Keras: NumPy or PyTorch decides if it has a shape
+            except (TypeError, ValueError):  # a copy, of what may be on a GPU
+                flat[key] = np.array(value if is_legacy else keras.ops.convert_to_numpy(value))
         else:
             flat[key] = value
     return flat

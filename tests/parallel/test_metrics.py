@@ -159,6 +159,7 @@ def plain(values):
 def assert_equal(logs: dict, expected: dict, tolerance: float = 1e-6) -> None:
     assert set(logs) == set(expected)
     for key, value in expected.items():
+        assert np.shape(logs[key]) == np.shape(value), key
         np.testing.assert_allclose(logs[key], value, tolerance, tolerance, err_msg=key)
 
 
