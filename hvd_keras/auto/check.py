@@ -18,7 +18,7 @@ _OF_VARIABLES = (
 # What sums in another order may differ by: outputs, and changes of each variable.
 _OUTPUTS, _CHANGES = 0.01, 0.1
 _HALF = 8  # times as much, in half precision
-_TINY, _ROUNDING = 1e-5, 1e-6
+_TINY, _ROUNDING, _TRIALS = 1e-5, 1e-6, 3
 
 
 def hidden(graph: Any) -> str:
@@ -89,11 +89,13 @@ def _wrong(
     if not doubtful:
         return ""
     # Rounding alone may do as much: to what Adam makes of a gradient that is zero.
-    random = np.random.default_rng(1)
-    others = [_beside(value, random) for value in before]
-    _assign(variables, others)
-    whole()
-    noise = _drift(before, after, _read(variables), others)
+    random, noise = np.random.default_rng(1), dict[int, float]()
+    for _ in range(_TRIALS):
+        others = [_beside(value, random) for value in before]
+        _assign(variables, others)
+        whole()
+        for i, apart in _drift(before, after, _read(variables), others).items():
+            noise[i] = max(apart, noise.get(i, 0.0))
     _assign(variables, found)
     for i, apart in doubtful.items():
         if noise.get(i, 0.0) < apart / 4:
