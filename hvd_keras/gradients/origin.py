@@ -154,8 +154,9 @@ def check(
         return (float("nan"),) * 2 if clipped else _factors_of(name, pairs)
     walk = _Walk()
     if clipped or any(walk.kind(one) == "changed" for one, _ in pairs):
-        op = walk.culprit or clipped[0].op
-        _tell(_CHANGED, _line(op.traceback), process_set, _CLIP)
+        op = walk.culprit or getattr(clipped[0], "op", None)
+        frames = op.traceback if op is not None else traceback.extract_stack()
+        _tell(_CHANGED, _line(frames), process_set, _CLIP)
     if moved := next(filter(None, map(walk.moved, shared)), ""):
         _tell(_MOVED, moved, process_set)
     return UNCHANGED
@@ -185,7 +186,7 @@ def _is_argument(value: Any) -> bool:
 def _is_clipped(gradient: Any) -> bool:
     """Whether TensorFlow has clipped a gradient, as the last that the script does."""
     value = getattr(gradient, "values", gradient)
-    if tf.executing_eagerly():
+    if not hasattr(value, "graph"):  # it is eager, or a graph has captured it
         return hasattr(value, "_hvd_clipped")
     while value.op.type == "Identity":
         if value.name in _clipped.get(value.graph, ()):
