@@ -19,6 +19,7 @@ from hvd_keras.runtime.reductions import Average
 from hvd_keras.saving import storage
 from hvd_keras.torch import losses
 from hvd_keras.torch.losses import weighed
+from hvd_keras.torch.optimizer import note_gradients
 from hvd_keras.training.fit_state import Backend, Fit, running
 
 
@@ -40,6 +41,7 @@ def install(backend: Backend) -> None:
         (optimizers.Optimizer, "apply", missing_calls.apply),
         (optimizers.LossScaleOptimizer, "apply", _apply_scaled),
         (optimizers.LossScaleOptimizer, "check_finite", _check_finite),
+        (torch.autograd, "grad", note_gradients),
         (keras.losses.Loss, "__call__", losses.call),
         (keras.metrics.MeanMetricWrapper, "update_state", losses.update),
     ]

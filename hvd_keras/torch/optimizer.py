@@ -119,13 +119,19 @@ class Ahead:
         self._buckets = specs.in_buckets(order, lambda i: values[i].nbytes)
         self.sent: dict[int, Any] = {}  # requests, by bucket
         self._is_stale = False  # a gradient has changed since it was sent
-        self._given: dict[int, Any] = {}  # the states of what was sent, by variable
+        # By variable, the states of its gradients that were computed.
+        self._given: dict[int, list[Any]] = {}
         self._awaited = list(map(set, self._buckets))
         self._hooks = [
             values[i].register_post_accumulate_grad_hook(functools.partial(self._see, number, i))
             for number, bucket in enumerate(self._buckets)
             for i in bucket
         ]
+        for i, value in enumerate(values):
+            value._hvd_note = functools.partial(self._note, i)
+
+    def _note(self, i: int, gradient: torch.Tensor) -> None:
+        self._given.setdefault(i, []).append(_state(gradient))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _see(self, number: int, i: int, _: Any) -> None:
@@ -134,7 +140,7 @@ class Ahead:
             self.remove()
             return
         self._is_stale |= number in self.sent  # computed again before the update
-        self._given[i] = _state(self._values[i].grad)
+        self._given[i] = [_state(self._values[i].grad)]
         if not send.__self__.is_stepping or send.__self__.accumulates:
             return
         self._awaited[number].discard(i)
@@ -148,8 +154,8 @@ class Ahead:
 
     def differs(self, gradients: Sequence[Any]) -> tuple[bool, bool]:
         """Whether an update gets other gradients than were sent, and if so, changed ones."""
-        given = [(gradients[i], state) for i, state in self._given.items()]
-        others = [g for g, state in given if g is None or _state(g) != state]
+        given = [(gradients[i], states) for i, states in self._given.items()]
+        others = [g for g, states in given if g is None or _state(g) not in states]
         is_changed = not self._is_stale and any(g is not None for g in others)
         return self._is_stale or bool(others), is_changed
 
@@ -176,6 +182,8 @@ class Ahead:
         """Send nothing any more."""
         for hook in self._hooks:
             hook.remove()
+        for value in self._values:
+            vars(value).pop("_hvd_note", None)
 
     def drain(self) -> None:
         """The same; all ranks receive what some have sent, which will not be applied."""
@@ -189,6 +197,16 @@ class Ahead:
 def _state(gradient: torch.Tensor) -> tuple[int, int]:
     """Return what changes if a gradient does."""
     return gradient.data_ptr(), gradient._version
+
+
+def note_gradients(grad: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Replace ``torch.autograd.grad``: let an ``Ahead`` know what it returns."""
+    results = grad(*args, **kwargs)
+    inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+    for one, result in zip([inputs] if torch.is_tensor(inputs) else inputs, results, strict=False):
+        if result is not None and hasattr(one, "_hvd_note"):
+            one._hvd_note(result)
+    return results
 
 
 class Reducer:
