@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_keras.gradients import missing_calls, specs
 from hvd_keras.gradients.values import Values
@@ -99,6 +100,10 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
+# By the value of a variable, the Ahead that sends its gradients, and its number there.
+_watched: Any = WeakTensorKeyDictionary()
+
+
 class Ahead:
     """Sends each bucket of gradients once it is computed, while others still are.
 
@@ -127,10 +132,10 @@ class Ahead:
             for number, bucket in enumerate(self._buckets)
             for i in bucket
         ]
-        for i, value in enumerate(values):
-            value._hvd_note = functools.partial(self._note, i)
+        _watched.update({value: (weakref.ref(self), i) for i, value in enumerate(values)})
 
-    def _note(self, i: int, gradient: torch.Tensor) -> None:
+    def note(self, i: int, gradient: torch.Tensor) -> None:
+        """Note a gradient that something else than ``backward`` has computed."""
         self._given.setdefault(i, []).append(_state(gradient))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -182,8 +187,6 @@ class Ahead:
         """Send nothing any more."""
         for hook in self._hooks:
             hook.remove()
-        for value in self._values:
-            vars(value).pop("_hvd_note", None)
 
     def drain(self) -> None:
         """The same; all ranks receive what some have sent, which will not be applied."""
@@ -204,8 +207,10 @@ def note_gradients(grad: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     results = grad(*args, **kwargs)
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
     for one, result in zip([inputs] if torch.is_tensor(inputs) else inputs, results, strict=False):
-        if result is not None and hasattr(one, "_hvd_note"):
-            one._hvd_note(result)
+        if result is not None and torch.is_tensor(one) and one in _watched:
+            watching, i = _watched[one]
+            if (ahead := watching()) is not None:
+                ahead.note(i, result)
     return results
 
 
