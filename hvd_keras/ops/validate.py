@@ -50,6 +50,11 @@ def on_all_ranks(
 
 def checked(kind: str, tensor: Any) -> Any:
     """Return a tensor, or ``tf.IndexedSlices``, of a dtype that can be sent."""
+    if isinstance(tensor, tf.RaggedTensor | tf.SparseTensor):
+        raise TypeError(
+            f"hvd.{kind}: got a {type(tensor).__name__}, expected a dense tensor. Send its parts, "
+            "such as values and row_lengths() of a RaggedTensor, and put them together again."
+        )
     if not isinstance(tensor, tf.IndexedSlices):
         tensor = tf.convert_to_tensor(tensor)
     if tensor.dtype.name not in agree.DTYPES:

@@ -120,10 +120,12 @@ def test_two_kinds_with_one_name_are_two_requests() -> None:
     np.testing.assert_array_equal(results[1], [SIZE] * 2)
 
 
-def test_string_tensor() -> None:
+def test_strings_and_ragged_tensors() -> None:
     for call in (hvd.allreduce, hvd.allgather, lambda x: hvd.broadcast(x, 0)):
         with pytest.raises(TypeError, match="dtype string, expected one of"):
             call(tf.constant(["text"]))
+        with pytest.raises(TypeError, match="got a RaggedTensor, expected a dense tensor"):
+            call(tf.ragged.constant([[1.0], [2.0, 3.0]]))
 
 
 def test_what_is_no_process_set_and_no_variable() -> None:
