@@ -107,8 +107,8 @@ def check_update(optimizer: Any, gradients: list[Any], variables: list[Any]) -> 
     )
     if not first_steps_are_local or in_fit.get() or not variables:
         # A graph may apply what the script has reduced outside of it; that cannot be seen.
-        parts = in_fit.get() or is_eager() or any(_noted(v) is graph() for v in variables)
-        parts = parts or not has_reduced()
+        is_here = any(_noted(v) is graph() for v in variables)
+        parts = in_fit.get() or is_eager() or is_here or not has_reduced()
         tell(text, global_process_set, RuntimeError, parts=parts)
         _told_alone.add(*variables)
         return

@@ -188,11 +188,10 @@ def _is_clipped(gradient: Any) -> bool:
     value = getattr(gradient, "values", gradient)
     if not hasattr(value, "graph"):  # it is eager, or a graph has captured it
         return hasattr(value, "_hvd_clipped")
-    while value.op.type == "Identity":
-        if value.name in _clipped.get(value.graph, ()):
-            return True
+    names = _clipped.get(value.graph, ())
+    while value.op.type == "Identity" and value.name not in names:
         value = value.op.inputs[0]
-    return value.name in _clipped.get(value.graph, ())
+    return value.name in names
 
 
 def _tell(what: str, where: str, process_set: ProcessSet, advice: str = "") -> None:
