@@ -12,9 +12,7 @@ from pathlib import Path
 
 from hvd_keras.launch.onhost.cores import THREAD_VARIABLES
 from tests.harness.hosts import Host, Hosts
-
-# Seconds: far above what any of these jobs takes.
-LIMIT = 120
+from tests.harness.launcher import LIMIT
 
 # What the command lines of mpirun and of its daemons on other hosts match: of Open MPI 5 and 4,
 # MPICH and Intel MPI.

@@ -29,10 +29,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvd_keras.launch.onhost.process import die_with_parent
-from tests.harness.launcher import send_signal
-
-# Seconds for one of the tools used here; they take milliseconds.
-LIMIT = 60
+from tests.harness.launcher import LIMIT, send_signal
 
 NETWORK = "10.77.0"
 

@@ -10,10 +10,8 @@ import threading
 import time
 
 from hvd_keras.launch.onhost.cores import THREAD_VARIABLES
+from tests.harness.ranks import LIMIT
 
-# Seconds: far above what any of these jobs takes on a busy machine, far below the sleep of a rank
-# that must be ended.
-LIMIT = 900
 FOREVER = 10_000
 KEEP = "20"  # that a process with Keras waits for the next job
 
@@ -161,8 +159,8 @@ def send_signal(pid: int, number: int) -> None:
     wait_until(is_taken, f"process {pid} takes signal {number}")
 
 
-def wait_until(condition, what: str, seconds: float = LIMIT) -> None:
-    limit = time.monotonic() + seconds
+def wait_until(condition, what: str) -> None:
+    limit = time.monotonic() + LIMIT
     while not condition():
-        assert time.monotonic() < limit, f"not within {seconds} s: {what}"
+        assert time.monotonic() < limit, f"not within {LIMIT} s: {what}"
         time.sleep(0.05)

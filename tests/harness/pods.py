@@ -22,9 +22,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tests.harness.hosts import Hosts
+from tests.harness.launcher import LIMIT
 
 ROOT = pathlib.Path(__file__).parents[2]
-LIMIT = 120
 
 # A container's /etc, /home and /opt are its own. In place of the image's files come this
 # repository's: the environment that we run in, as /opt/hvd, and what deploy/Dockerfile copies.

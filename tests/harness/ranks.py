@@ -18,7 +18,9 @@ import textwrap
 from dataclasses import dataclass
 from types import ModuleType
 
-LIMIT = 900  # seconds, far above what any of these jobs takes on a busy machine
+# Seconds, against hangs alone: far above what any job takes on a busy machine, far below the sleep
+# of a rank that must be ended.
+LIMIT = 900
 MPIRUN = pathlib.Path(sys.executable).parent / "mpirun"
 
 

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.harness import cluster
-from tests.harness.cluster import LIMIT
 from tests.harness.hosts import Host, Hosts
+from tests.harness.launcher import LIMIT
 
 _TOOLS = {
     "munged": "munge",

@@ -19,10 +19,7 @@ import sys
 from collections.abc import Mapping
 
 from hvd_keras.launch.onhost.process import die_with_parent
-from tests.harness.launcher import having, wait_until
-
-# Seconds: Spark's processes take several to start on an idle machine, and a minute on a busy one.
-LIMIT = 500
+from tests.harness.launcher import LIMIT, having, wait_until
 
 # The compiler and the collector that start fastest.
 JAVA_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xshare:auto"
@@ -86,12 +83,12 @@ class Standalone:
     def __enter__(self) -> Standalone:
         try:
             self._serve("Master", "--host", "127.0.0.1", "--port", self._port)
-            wait_until(self._listens, "the master", LIMIT)  # otherwise workers try again in 20 s
+            wait_until(self._listens, "the master")  # otherwise workers try again in 20 s
             for number in range(2):
                 options = ["--host", "127.0.0.1", "--cores", "1", "--memory", "1g"]
                 options += ["--work-dir", str(self.folder / f"work-{number}"), self._master]
                 self._serve("Worker", *options)
-            wait_until(self._is_complete, "both workers", LIMIT)  # a driver waits for a minute only
+            wait_until(self._is_complete, "both workers")  # a driver waits for a minute only
         except BaseException:
             self.__exit__()
             raise
@@ -166,4 +163,4 @@ class Standalone:
 
     def await_end(self) -> None:
         """Wait until nothing runs but the services."""
-        wait_until(lambda: not self.processes(), "the end of all processes", LIMIT)
+        wait_until(lambda: not self.processes(), "the end of all processes")

@@ -404,7 +404,7 @@ def test_a_restarted_job_ends_as_one_process_does(launcher: Launcher) -> None:
     folder.mkdir()
     command = [sys.executable, str(path)]
     # Keras restores other masks for dropout than an undisturbed training has.
-    options = {"cwd": folder, "capture_output": True, "text": True, "timeout": 180}
+    options = {"cwd": folder, "capture_output": True, "text": True, "timeout": LIMIT}
     assert subprocess.run(command, **options).returncode == -signal.SIGKILL
     alone = subprocess.run(command, **options)
     job = auto(launcher, 2, "--max-restarts", "1", *command)

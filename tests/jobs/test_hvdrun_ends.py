@@ -374,7 +374,7 @@ def test_nothing_survives_a_killed_hvdrun_whose_disk_is_full(hvdrun):
                 (hvdrun.temporary / f"other-{number}").touch()
         process.kill()
         process.wait(timeout=LIMIT)
-        wait_until(lambda: not hvdrun.processes(), "the end of the ranks", 30)
+        wait_until(lambda: not hvdrun.processes(), "the end of the ranks")
         assert not list(hvdrun.temporary.glob("hvdrun-*"))
     finally:
         subprocess.run(["umount", "-l", disk], check=True)

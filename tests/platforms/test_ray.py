@@ -18,14 +18,11 @@ import pytest
 import hvd_keras.ray
 from hvd_keras.horovod.launching import RayExecutor
 from hvd_keras.ray.run import _by_host, _check_resources, _gpus
-from tests.harness.launcher import having, wait_until
+from tests.harness.launcher import LIMIT, having, wait_until
 from tests.harness.raylets import raylets
 
 ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "hvd_keras[ray]"')
 
-
-# Seconds: Ray's processes take several to start on an idle machine.
-LIMIT = 240
 
 # In the environment of all that the raylets start.
 NAME = "HVD_TEST_RAY"
@@ -41,7 +38,7 @@ def cluster(marked: None) -> Iterator[Any]:
 def nothing_left() -> Iterator[None]:
     """No process of a job may live after the test."""
     yield
-    wait_until(lambda: not _of_jobs(), "the end of all processes of jobs", LIMIT)
+    wait_until(lambda: not _of_jobs(), "the end of all processes of jobs")
 
 
 def _ours() -> dict[int, str]:
@@ -288,9 +285,7 @@ def test_nothing_outlives_its_driver(
             start_new_session=True,
         )
     try:
-        wait_until(
-            lambda: _all_started(up) or driver.poll() is not None, "the start of both", LIMIT
-        )
+        wait_until(lambda: _all_started(up) or driver.poll() is not None, "the start of both")
         assert driver.poll() is None, (tmp_path / "out").read_text()
         assert _of_jobs()
         os.killpg(driver.pid, number)

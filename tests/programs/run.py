@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 
 from tests.harness import ranks
+from tests.harness.launcher import LIMIT
 from tests.programs import draw
 from tests.programs.draw import Spec
 
 ROOT = pathlib.Path(__file__).parents[2]
-SECONDS = 120  # no program takes nearly as long
 TOGETHER = 60  # programs of a job: TensorFlow does not free all memory
 # Relative and absolute; one process that rounds otherwise comes as near.
 TOLERANCES = {"float32": (1e-4, 1e-5), "mixed_float16": (0.02, 0.01), "mixed_bfloat16": (0.1, 0.04)}
@@ -103,7 +103,7 @@ class Job:
         command = [sys.executable, "-m", "tests.programs.program", str(path), str(self.folder)]
         command.append("alone" if self.size == 1 else self.how)
         # Warnings are errors, and ranks that wait for different collectives get one soon.
-        env = {"HVD_STRICT": "1", "HVD_MISMATCH_SECONDS": "5", "HVD_TIMEOUT_SECONDS": "60"}
+        env = {"HVD_STRICT": "1", "HVD_MISMATCH_SECONDS": "5", "HVD_TIMEOUT_SECONDS": "120"}
         env |= {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/harness/start", "HVD_AUTO": "divided"}
         env["HVD_COMMITS"] = str(self.folder / "commits")
         with (self.folder / "output").open("wb") as file:
@@ -123,7 +123,7 @@ class Job:
         while self.left and all(p.exists() for p in self.paths(next(iter(self.left)))):
             self.left.pop(next(iter(self.left)))
             self.when = time.time()
-        is_late = time.time() - self.when > SECONDS
+        is_late = time.time() - self.when > LIMIT
         if self.left and (has_ended or is_late):
             ranks.end(self.process)
             printed = (self.folder / "output").read_text(errors="replace")[-1500:]

@@ -11,19 +11,12 @@ import pytest
 
 import hvd_keras as hvd
 from hvd_keras import agents
-from tests.harness import launcher
-
-# Seconds: Spark's processes take several to start on an idle machine.
-LIMIT = 240
-
-
-def wait_until(condition, what: str) -> None:
-    launcher.wait_until(condition, what, LIMIT)
+from tests.harness.launcher import LIMIT, having, wait_until
 
 
 def ranks(folder: pathlib.Path) -> dict[int, str]:
     """The processes that write into this folder: the ranks of a test, and what has started them."""
-    return launcher.having(f"FOLDER={folder}\0")
+    return having(f"FOLDER={folder}\0")
 
 
 def test_training(spark, tmp_path, capfd) -> None:

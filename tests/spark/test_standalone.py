@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
-from tests.harness.launcher import wait_until
-from tests.harness.standalone import LIMIT, Standalone, missing
+from tests.harness.launcher import LIMIT, wait_until
+from tests.harness.standalone import Standalone, missing
 
 pytestmark = [
     pytest.mark.slow,
@@ -33,7 +33,7 @@ def cluster(tmp_path: pathlib.Path, request: pytest.FixtureRequest):
 
 def started(cluster: Standalone, driver: subprocess.Popen[str], condition) -> None:
     """Wait for the condition, or raise if the driver ends before."""
-    wait_until(lambda: condition() or driver.poll() is not None, "the start of all ranks", LIMIT)
+    wait_until(lambda: condition() or driver.poll() is not None, "the start of all ranks")
     assert driver.poll() is None, (cluster.folder / "errors").read_text()[-5000:]
 
 
