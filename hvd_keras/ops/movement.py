@@ -193,7 +193,10 @@ def allgather_rows(value: Any, name: str, process_set: ProcessSet) -> Any:
                 [sizes], op=Max, name=f"{name} padding", process_set=process_set
             )
             missing = tf.concat([[0], most - sizes], 0)
+            ones = [None, *(1 if size == 1 else None for size in rows.shape[1:])]
             rows = tf.pad(rows, tf.stack([tf.zeros_like(missing), missing], 1))
+            # Keras pairs predictions with weights by what it knows of their shapes.
+            rows = tf.ensure_shape(rows, ones)
         return allgather(rows, name=name, process_set=process_set)
 
     parts = enumerate(tf.nest.flatten(value))

@@ -50,42 +50,6 @@ assert hvd.allgather_object(model.get_weights()[0].tobytes()).count(
 print("ended", sizes, *np.concatenate([np.ravel(v) for v in optimizer.variables + model.variables]))
 """
 
-FIT = """
-import os
-import keras, numpy as np, tensorflow as tf
-import horovod.tensorflow.keras as hvd
-hvd.init()
-keras.utils.set_random_seed(1 + hvd.rank())
-x = np.random.default_rng(5).normal(size=(12, 2)).astype("float32")
-model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
-model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.1)), "mse")
-# As in Horovod's example, for the optimizer's variables.
-model.fit(x, x.sum(1), batch_size=4, steps_per_epoch=1, shuffle=False, verbose=0)
-state = hvd.elastic.KerasState(model, batch=0, epoch=0)
-
-class Fail(keras.callbacks.Callback):
-    def on_train_batch_begin(self, batch, logs=None):
-        if state.epoch == 2 and batch == 2 and hvd.rank() == 0 and not os.path.exists("failed"):
-            open("failed", "w").close()
-            os._exit(3)
-
-callbacks = [
-    hvd.elastic.UpdateEpochStateCallback(state),
-    hvd.elastic.UpdateBatchStateCallback(state),
-    hvd.callbacks.CommitStateCallback(state, batches_per_commit=5),
-    Fail(),
-]
-
-@hvd.elastic.run
-def train(state):
-    print("from", state.epoch, state.batch, flush=True)
-    state.model.fit(x, x.sum(1), batch_size=4, shuffle=False, epochs=4 - state.epoch, verbose=0,
-                    callbacks=callbacks)
-
-train(state)
-print("ended", state.epoch, state.batch, *np.concatenate([np.ravel(v) for v in model.variables]))
-"""
-
 
 CALLS = """
 import os
@@ -128,16 +92,6 @@ def run(hvdrun: Launcher, text: str, *options: str, size: int = 2, status: int =
     return sorted(done.stdout.splitlines())
 
 
-@pytest.mark.slow
-def test_a_loop_continues_from_the_last_commit(hvdrun) -> None:
-    lines = run(hvdrun, LOOP, "--max-restarts", "2")
-    assert lines[2:] == ["from 0", "from 0", "from 4", "from 4", "reset at 4", "reset at 4"]
-    assert list(hvdrun.folder.glob("hvd-commits-*")) == []
-    # As a job without a failure; the file "failed" is there.
-    assert lines[:2] == run(hvdrun, LOOP, "--max-restarts", "2")[:2]
-    assert lines[0].startswith("ended [2, 2, 2, 2, 2, 2] ")
-
-
 def test_a_loop_continues_where_rank_0_is_on_another_host(hvdrun) -> None:
     """Which has no commits: those are on the host where rank 1 is now."""
     hosts = "import os; rank = os.environ['OMPI_COMM_WORLD_RANK']\n"
@@ -178,13 +132,6 @@ def damage(path: pathlib.Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-
-
-def test_fit_continues_from_the_last_commit(hvdrun) -> None:
-    lines = run(hvdrun, FIT, "--max-restarts", "1")
-    assert lines[2:] == ["from 0 0", "from 0 0", "from 2 0", "from 2 0"]
-    assert lines[0].startswith("ended 4 0 ")
-    assert lines[:2] == run(hvdrun, FIT)[:2]
 
 
 @pytest.mark.slow

@@ -319,20 +319,6 @@ def test_checkpoint_that_cannot_be_written_is_an_error_on_all_ranks(
         fit(compiled(training.dense_model()), [checkpoint])
 
 
-def test_the_best_checkpoint_of_some_batches(directory: pathlib.Path) -> None:
-    model = compiled(training.dense_model())
-    path = directory / "best.keras"
-    best = hvd.callbacks.ModelCheckpoint(
-        path,
-        "loss",
-        save_best_only=True,
-        save_freq=training.STEPS,
-    )
-    fit(model, [best], epochs=2)
-    assert path.exists()
-    assert isinstance(best, keras.callbacks.ModelCheckpoint)
-
-
 def test_saved_model_loads_and_trains_without_hvd_keras(directory: pathlib.Path) -> None:
     """Loads it in a process without hvd_keras, with the state of the optimizer."""
     model = compiled(training.sparse_model(), keras.optimizers.Adam(0.01))

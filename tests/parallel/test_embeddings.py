@@ -138,98 +138,8 @@ def check(
     return together
 
 
-def sgd(**options: Any) -> Any:
-    return keras.optimizers.SGD(0.1, **options)
-
-
 def adam(**options: Any) -> Any:
     return keras.optimizers.Adam(0.05, **options)
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize(
-    ("make_optimizer", "shard"),
-    [
-        (lambda: sgd(clipvalue=0.01), "rows"),
-        pytest.param(lambda: sgd(momentum=0.9), "columns", marks=pytest.mark.slow),
-        (lambda: keras.optimizers.Adagrad(0.1), "rows"),
-        (lambda: adam(global_clipnorm=0.1), "columns"),
-        pytest.param(
-            lambda: keras.optimizers.AdamW(0.05, weight_decay=0.1, use_ema=True),
-            "rows",
-            marks=pytest.mark.slow,
-        ),
-        (lambda: adam(clipnorm=0.05), "rows"),
-        (lambda: adam(gradient_accumulation_steps=3, global_clipnorm=0.1), "rows"),
-    ],
-    ids=["SGD", "momentum", "Adagrad", "global norm", "AdamW", "norm", "accumulation"],
-)
-def test_optimizers(make_optimizer, shard) -> None:
-    model = check(make_optimizer, divided(shard=shard))
-    (table,) = tables_of(model)
-    size = table.layout.size(RANK)
-    slots = [v for v in model.optimizer.variables if len(v.shape) == 2 and np.prod(v.shape) == size]
-    assert all(v.shape == table.embeddings.shape for v in slots)
-    assert not any(v.shape == (ROWS, COLUMNS) for v in model.optimizer.variables) or SIZE == 1
-
-
-@once
-@pytest.mark.parametrize(
-    ("combiner", "mask_zero"),
-    [pytest.param("sum", False, marks=pytest.mark.slow), ("mean", True)],
-)
-def test_combiners(combiner: str, mask_zero: bool) -> None:
-    """As Keras's layers do it."""
-
-    def make(embedding: Callable[..., Any]) -> keras.Model:
-        table = embedding()
-        inputs = keras.Input((3,), dtype="int32"), keras.Input((2,), dtype="int32")
-        found = [table(ids) for ids in inputs]
-        if embedding is alone and combiner == "mean":
-            found = [layers.GlobalAveragePooling1D()(rows) for rows in found]
-        elif embedding is alone:
-            found = [keras.ops.sum(rows, axis=1) for rows in found]
-        hidden = layers.Dense(4, activation="tanh")(layers.Concatenate()(found))
-        return keras.Model(inputs, layers.Dense(1)(hidden))
-
-    def alone() -> Any:
-        return plain(mask_zero=mask_zero)
-
-    together = divided(shard="rows", combiner=combiner, mask_zero=mask_zero)
-    check(adam, together, make=make, plain=alone)
-
-
-@once
-def test_in_a_graph() -> None:
-    """With XLA asked for, Keras trains without."""
-    with pytest.warns(UserWarning, match="Model doesn't support `jit_compile=True`"):
-        check(adam, divided(shard="rows"), eager=False)
-
-
-@once
-def test_regularizer_and_constraint() -> None:
-    check(
-        adam,
-        divided(shard="rows"),
-        embeddings_regularizer=keras.regularizers.L2(0.1),
-        embeddings_constraint=keras.constraints.MaxNorm(0.7, axis=1),
-    )
-
-
-@once
-def test_half_precision_with_loss_scaling() -> None:
-    keras.config.set_dtype_policy("mixed_float16")
-    try:
-        check(
-            lambda: keras.optimizers.LossScaleOptimizer(
-                keras.optimizers.SGD(0.5), initial_scale=1024.0
-            ),
-            divided(shard="rows"),
-            rtol=1e-2,
-            atol=1e-3,
-        )
-    finally:
-        keras.config.set_dtype_policy("float32")
 
 
 def several_tables(embedding: Callable[..., Any]) -> keras.Model:
@@ -407,12 +317,14 @@ def test_what_is_not_possible_is_refused() -> None:
     layer.build()
     with pytest.raises(ValueError, match=r"Own computes with whole variables.*shard=None"):
         type("Own", (keras.optimizers.Lamb,), {})().build(layer.trainable_variables)
-    optimizer = hvd.DistributedOptimizer(sgd(), op=hvd.Adasum)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=hvd.Adasum)
     with pytest.raises(ValueError, match=r"op=hvd.Adasum is not possible"):
         optimizer.apply([tf.zeros(layer.embeddings.shape)], layer.trainable_variables)
     with pytest.raises(NotImplementedError, match=r"XLA cannot compile the lookup.*jit_compile"):
         tf.function(lambda ids: layer(ids), jit_compile=True)(tf.constant([1]))
     with pytest.raises(ValueError, match=r"clipnorm.*hvd.DistributedOptimizer"):
-        sgd(clipnorm=1.0).apply([tf.zeros(layer.embeddings.shape)], layer.trainable_variables)
+        keras.optimizers.SGD(0.1, clipnorm=1.0).apply(
+            [tf.zeros(layer.embeddings.shape)], layer.trainable_variables
+        )
     with pytest.raises(ValueError, match=r"features .*x.* name tables that do not exist"):
         hvd.layers.Embeddings({"a": layer}, {"x": "b"})

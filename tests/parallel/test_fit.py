@@ -160,25 +160,6 @@ def test_a_step_of_its_own_that_divides_the_loss_of_compile(how: str, eager: boo
     assert_equal(*both(make, loss=loss, run_eagerly=eager))
 
 
-def sparsity(activities):
-    """Of the means over the rows, as in a sparse autoencoder."""
-    mean = keras.ops.mean(activities, 0)
-    return keras.ops.sum(0.3 / (0.1 + mean**2))
-
-
-def squares(activities):
-    return 0.3 * keras.ops.sum(activities**2)
-
-
-@pytest.mark.parametrize("of", [sparsity, squares, keras.regularizers.L2(0.3)])
-def test_regularizers_of_activities(of) -> None:
-    def make() -> keras.Model:
-        hidden = keras.layers.Dense(7, "tanh", activity_regularizer=of)
-        return keras.Sequential([keras.Input((5,)), hidden, keras.layers.Dense(1)])
-
-    assert_equal(*both(make))
-
-
 class Traced(optimizers.Adam):
     """Counts how many times a step is traced."""
 

@@ -355,22 +355,3 @@ def test_a_nan_raises_on_all_ranks() -> None:
     x, y = np.ones((8, 5)), np.full((8, 1), np.nan if RANK == SIZE - 1 else 1.0)
     with pytest.raises(RuntimeError, match="NaN or Inf loss encountered at batch 0"):
         model.fit(x, y, verbose=0, callbacks=[keras.callbacks.TerminateOnNaN(raise_error=True)])
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("name", ["model.keras", "model.h5", "my.weights.h5"])
-def test_a_file_that_all_ranks_write_is_complete_at_every_moment(directory, name: str) -> None:
-    model = keras.Sequential([keras.Input((64,)), *[keras.layers.Dense(64) for _ in range(8)]])
-    hvd.broadcast_variables(model.variables, 0)
-    copy = keras.models.clone_model(model)
-    for _ in range(10):
-        if "weights" in name:
-            model.save_weights(directory / name)
-            copy.load_weights(directory / name)
-        else:
-            model.save(directory / name)
-            copy = keras.models.load_model(directory / name)
-        for mine, loaded in zip(model.get_weights(), copy.get_weights(), strict=True):
-            np.testing.assert_array_equal(mine, loaded)
-    hvd.barrier()
-    assert [path.name for path in directory.iterdir()] == [name]

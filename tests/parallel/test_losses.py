@@ -1,6 +1,5 @@
 """Losses that do not divide by a fixed number: N ranks train as one process does."""
 
-import contextlib
 import functools
 
 import keras
@@ -9,7 +8,6 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras.runtime import log
 from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -41,51 +39,6 @@ def masked(mask_zero: bool = True) -> keras.Model:
     hidden = keras.layers.Embedding(20, 4, mask_zero=mask_zero)(words)
     output = keras.layers.Dense(1, kernel_regularizer=keras.regularizers.L2(0.1), name="a")(hidden)
     return keras.Model(words, output)
-
-
-class OwnTape(keras.Model):
-    op = hvd.Average
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
-        if not hasattr(self.optimizer, "alone"):
-            tape = hvd.DistributedGradientTape(tape, op=self.op)
-        variables = self.trainable_variables
-        self.optimizer.apply(tape.gradient(loss, variables), variables)
-        return {"loss": loss}
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize(("reduction", "op"), [("sum", hvd.Sum), (NONE, hvd.Average)])
-def test_a_tape_in_fit(reduction: str, op, monkeypatch) -> None:
-    x, y, _ = rows()
-    weights = []
-    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-    for alone in (True, False):
-        model = masked()
-        model = OwnTape(model.inputs, model.outputs[0])
-        model.set_weights([np.full(w.shape, 0.1) for w in model.get_weights()])
-        model.op = op
-        optimizer = SGD(0.001)
-        if alone:
-            optimizer.alone = True
-        model.compile(optimizer, loss=losses.MeanSquaredError(reduction=reduction))
-        part, batch = (np.asarray, SIZE * ROWS) if alone else (mine, ROWS)
-        arguments = {"batch_size": batch, "shuffle": False, "verbose": 0}
-        with hvd.local_fit() if alone else contextlib.nullcontext():
-            model.fit(part(x), part(y), callbacks=[] if alone else [broadcast], **arguments)
-        weights.append(training.flat(model))
-    if reduction == NONE:  # a sum has the regularizers of all ranks, too
-        np.testing.assert_allclose(weights[1], weights[0], rtol=1e-4, atol=1e-6)
-    warnings: list[str] = []
-    monkeypatch.setattr(log, "warn_once", warnings.append)
-    model.op = hvd.Average
-    model.compile(SGD(0.001), loss=losses.MeanSquaredError(reduction=reduction))
-    model.fit(mine(x), mine(y), batch_size=ROWS, verbose=0, callbacks=[broadcast])
-    told = [text for text in warnings if "is a sum, and hvd.DistributedGradientTape" in text]
-    assert len(told) == (reduction == "sum" and SIZE > 1), warnings
 
 
 class Divides(keras.Model):
@@ -189,33 +142,9 @@ def check(make, optimizer=SGD, weighted=False, targets=lambda y: y, jit=False, *
             np.testing.assert_allclose(shown[0][key], values, rtol=1e-4, err_msg=key)
 
 
-def test_adasum() -> None:
-    model = masked()
-    training.set_weights(model, seed=0)
-    model.compile(hvd.DistributedOptimizer(SGD(0.1), op=hvd.Adasum, sparse_as_dense=True), "mse")
-    x, y, _ = rows()
-    model.fit(mine(x), mine(y), batch_size=ROWS, verbose=0)
-    training.assert_bit_identical_on_all_ranks(model)
-
-
-def flooded(y_true, y_pred):
-    return abs(tf.reduce_mean((y_true - y_pred) ** 2) - 8.0)
-
-
-def over_largest(y_true, y_pred):
-    error = (y_true - y_pred) ** 2
-    return error / (1 + tf.nn.relu(tf.reduce_max(error) - 10.0))
-
-
 def ratio(y_true, y_pred):
     valid = tf.cast(y_true > 0, tf.float32)
     return tf.reduce_sum((y_true - y_pred) ** 2 * valid) / tf.reduce_sum(valid)
-
-
-def of_labels(y_true, y_pred):
-    """Rows that a number marks do not count."""
-    valid = tf.cast(tf.not_equal(y_true, 255), tf.float32)
-    return tf.reduce_sum((tf.minimum(y_true, 2) - y_pred) ** 2 * valid) / tf.reduce_sum(valid)
 
 
 def mean(y_true, y_pred):
@@ -230,10 +159,6 @@ def of_known(y_true, y_pred):
 
 def rmse(y_true, y_pred):
     return tf.sqrt(tf.reduce_mean((y_true - y_pred) ** 2))
-
-
-def summed(y_true, y_pred):
-    return tf.reduce_sum((y_true - y_pred) ** 2) / 100.0
 
 
 def growing():
@@ -254,15 +179,6 @@ def gathering(y_true, y_pred):
     return tf.math.reduce_logsumexp(error)
 
 
-def classes(y: np.ndarray) -> np.ndarray:
-    return (y[:, 0, 0] > 0).astype("int32")
-
-
-def marked(y: np.ndarray) -> np.ndarray:
-    rank_of = np.arange(len(y)) // ROWS % SIZE
-    return np.where((y > 0.5 - rank_of[:, None, None]), 255, 0).astype("float32")
-
-
 def known(y: np.ndarray) -> np.ndarray:
     rank_of = np.arange(len(y)) // ROWS % SIZE
     return np.where(y[:, 0] > 0.8 * rank_of[:, None] - 0.5, -1, 1).astype("float32")
@@ -274,41 +190,17 @@ def column() -> keras.Model:
     return keras.Model(words, keras.layers.Dense(1)(pooled))
 
 
-def vectors() -> keras.Model:
-    words = keras.Input((LENGTH,), dtype="int32")
-    pooled = keras.layers.Flatten()(keras.layers.Embedding(20, 4)(words))
-    return keras.Model(words, keras.layers.UnitNormalization()(keras.layers.Dense(3)(pooled)))
-
-
 without_mask = functools.partial(masked, mask_zero=False)
 
-# Losses that are no mean over the rows, nor weighed.
-FAR = {"targets": lambda y: 3 * y, "optimizer": lambda rate: SGD(rate / 10)}
+# Random programs (tests/programs) have others, test_every_class those of Keras.
 OF_ALL_ROWS = {
-    "ratio": {"loss": lambda: ratio},
-    "Dice": {"loss": losses.Dice},
-    "Tversky": {"loss": losses.Tversky},
-    "Circle": {"loss": losses.Circle, "make": vectors, "targets": classes},
-    "Circle, summed": {
-        "loss": lambda: losses.Circle(reduction="sum"),
-        "make": vectors,
-        "targets": classes,
-        "optimizer": lambda rate: SGD(rate / 100),
-    },
-    "axis 0": {"loss": lambda: losses.CosineSimilarity(axis=0)},
     "axis 0, XLA": {"loss": lambda: losses.CosineSimilarity(axis=0), "jit": True},
-    "marks": {"loss": lambda: of_labels, "targets": marked},
-    "summed": {"loss": lambda: summed},
     "growing": {"loss": growing},
-    "flooded": {"loss": lambda: flooded, **FAR},
-    "over the largest": {"loss": lambda: over_largest, **FAR},
-    "mean": {"loss": lambda: mean},
     "mean with mask": {"loss": lambda: mean, "make": masked},
     "ratio with weights": {"loss": lambda: ratio, "weighted": True},
 }
 
 
-@pytest.mark.cases(5)
 @pytest.mark.parametrize("name", OF_ALL_ROWS)
 def test_losses_of_all_rows(name: str) -> None:
     check(**{"make": without_mask, **OF_ALL_ROWS[name]})

@@ -346,20 +346,6 @@ def test_load_model_takes_an_optimizer_that_its_maker_has_distributed(tmp_path) 
     training.assert_bit_identical_on_all_ranks(loaded)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_synchronised_statistics_of_unequal_batches(compiled: bool) -> None:
-    layer = hvd.SyncBatchNormalization(momentum=0.0, axis=-1)
-    x = [10.0 + np.cos(np.arange((r + 1) * 12.0)).reshape(-1, 2, 3) * (r + 1) for r in range(SIZE)]
-    layer.build((None, 2, 3))
-    call = tf.function(layer) if compiled else layer
-    y = call(tf.constant(x[RANK], tf.float32), training=True)
-    everything = np.concatenate(x)
-    average, variance = everything.mean((0, 1)), everything.var((0, 1))
-    np.testing.assert_allclose(layer.moving_mean, average, rtol=1e-5)
-    np.testing.assert_allclose(layer.moving_variance, variance, rtol=1e-3)
-    np.testing.assert_allclose(y, (x[RANK] - average) / np.sqrt(variance + 1e-3), atol=1e-2)
-
-
 def test_plain_batch_normalisation_stays_local() -> None:
     layer = keras.layers.BatchNormalization(momentum=0.0)
     layer.build((None, 1))

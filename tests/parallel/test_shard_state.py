@@ -11,7 +11,8 @@ import tensorflow as tf
 import hvd_keras as hvd
 from hvd_keras.gradients import shards
 from hvd_keras.runtime import settings
-from tests.parallel.test_training import EVERY, OPTIONS, RATES, Own
+from tests.parallel.test_training import EVERY, OPTIONS, RATES
+from tests.programs.model import Own
 
 RANK, SIZE = hvd.rank(), hvd.size()
 pytestmark = pytest.mark.ranks(2, 3)
@@ -117,18 +118,6 @@ def test_shares(number: int) -> None:
     check_cell(EVERY[number], list(OPTIONS)[number % len(OPTIONS)], eagerly=True)
 
 
-NEED_ALL_RANKS = ("global_clipnorm", "use_ema", "gradient_accumulation_steps")
-
-
-def test_options_that_need_all_ranks() -> None:
-    """Together in a graph, and each alone."""
-    together = {name: value for option in NEED_ALL_RANKS for name, value in OPTIONS[option].items()}
-    assert_bit_equal(made("Adam", **together))
-    if SIZE == 2:
-        for option in NEED_ALL_RANKS:
-            assert_bit_equal(made("Adam", **OPTIONS[option]), eagerly=True)
-
-
 @pytest.mark.cases(1)
 @two
 @pytest.mark.parametrize(
@@ -224,15 +213,6 @@ def test_fewer_variables_than_ranks() -> None:
     assert_bit_equal(made("Nadam", global_clipnorm=0.1), lambda: variables([(3,)]), eagerly=True)
 
 
-@pytest.mark.ranks(3)
-def test_process_sets() -> None:
-    some = hvd.add_process_set(range(1, SIZE))
-    if some.included():
-        optimizer = assert_bit_equal(made("Adam"), process_set=some, eagerly=True)
-        assert any(v.shape == (0,) for v in optimizer.variables)
-    hvd.remove_process_set(some)
-
-
 @two
 def test_variables_of_one_rank() -> None:
     """They stay on each rank, with all their slots."""
@@ -249,43 +229,6 @@ def test_variables_of_one_rank() -> None:
     if SIZE > 1:
         with pytest.raises(ValueError, match=r"has an owner already \(shard_state=True\)"):
             optimizer.register_local_var(trained[1])
-
-
-@two
-def test_compiled_by_xla() -> None:
-    assert_bit_equal(made("Adam"), jit_compile=True)
-
-
-@two
-def test_fit_with_a_divided_table() -> None:
-    """Weights differ before the broadcast; the ranks' last batches have different sizes."""
-    results = []
-    for shard_state in (False, True):
-        keras.utils.set_random_seed(RANK)
-        policy = keras.config.dtype_policy()
-        keras.config.set_dtype_policy("mixed_float16")
-        model = keras.Sequential(
-            [
-                keras.Input((3,), dtype="int32"),
-                hvd.layers.Embedding(30, 4, shard="rows"),
-                keras.layers.Flatten(),
-                keras.layers.Dense(9, activation="tanh"),
-                keras.layers.Dense(1),
-            ]
-        )
-        keras.config.set_dtype_policy(policy)
-        model.layers[0].set_table(np.arange(120).reshape(30, 4) / 100)
-        optimizer = made("Adam", **OPTIONS["global_clipnorm"])()
-        model.compile(hvd.DistributedOptimizer(optimizer, shard_state=shard_state), "mse")
-        random = np.random.default_rng(RANK)
-        rows = 10 + (RANK == 0)
-        x, y = random.integers(0, 30, (rows, 3)), random.normal(size=(rows, 1))
-        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-        for _ in range(2):  # the second fit begins with the slots of the first
-            model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[broadcast])
-        results.append([model.layers[0].get_table(), *model.get_weights()[1:]])
-    for a, b in zip(*results, strict=True):
-        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.ranks(2, 3, 4)

@@ -1,6 +1,5 @@
 """The central guarantee: N ranks with batch B train as one process with batch N * B."""
 
-import dataclasses
 import warnings
 
 import keras
@@ -41,33 +40,6 @@ OPTIONS = {
     "loss_scale_factor": {"loss_scale_factor": 128.0},
 }
 RATES = {"Adadelta": 1.0, "Lion": 0.001, "SGD": 0.1, "Ftrl": 0.05, "Adagrad": 0.1}
-SPECIAL = {
-    "nesterov": lambda: optimizers.SGD(0.05, momentum=0.9, nesterov=True),
-    "rmsprop with momentum": lambda: optimizers.RMSprop(0.01, momentum=0.5),
-    "schedule": lambda: optimizers.SGD(optimizers.schedules.ExponentialDecay(0.1, 3, 0.5)),
-    "loss_scale": lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01)),
-    "loss_scale with accumulation": lambda: optimizers.LossScaleOptimizer(
-        optimizers.SGD(0.1, gradient_accumulation_steps=2)
-    ),
-    "multi": lambda: optimizers.MultiOptimizer(
-        optimizers.OptimizerMap(optimizers.Adam(0.01), {".*bias": optimizers.SGD(0.1)})
-    ),
-    "a user's own": lambda: Own(0.1),
-}
-
-
-class Own(optimizers.Optimizer):
-    """A custom optimizer, as in Keras's documentation."""
-
-    def build(self, variables) -> None:
-        super().build(variables)
-        self.sums = self.add_optimizer_variables(variables, "sum")
-
-    def update_step(self, gradient, variable, learning_rate) -> None:
-        gradient = keras.ops.convert_to_tensor(gradient)
-        total = self.sums[self._get_variable_index(variable)]
-        self.assign_add(total, gradient)
-        self.assign_sub(variable, learning_rate * (gradient + 0.1 * total))
 
 
 MODELS = {"dense": training.dense_model, "sparse": training.sparse_model}
@@ -77,21 +49,6 @@ def test_random_programs_have_every_optimizer_and_option() -> None:
     assert {*EVERY} <= {*draw.OPTIMIZERS.split()}
     renamed = {"plain", "use_ema", "gradient_accumulation_steps"}
     assert {*OPTIONS} - renamed <= {*draw.CHOICES["option"].split()}
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("optimizer", SPECIAL)
-def test_other_optimizers(optimizer: str) -> None:
-    training.assert_trains_like_one_process(training.dense_model, SPECIAL[optimizer], atol=1e-4)
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_buckets_smaller_than_a_gradient(model: str, monkeypatch) -> None:
-    from hvd_keras.runtime import settings
-
-    small = dataclasses.replace(settings.read(), bucket_bytes=16)
-    monkeypatch.setattr(settings, "read", lambda: small)
-    training.assert_trains_like_one_process(MODELS[model], MAIN["adam"])
 
 
 def test_sparse_as_dense_is_alike_on_one_rank() -> None:
@@ -161,42 +118,6 @@ def test_variable_without_a_gradient_on_one_rank() -> None:
     np.testing.assert_allclose(variables[1], rows, rtol=1e-6)
     np.testing.assert_array_equal(variables[2], np.zeros((6, 2)))
     np.testing.assert_allclose(variables[3], -np.ones((6, 2)), rtol=1e-6)
-
-
-@pytest.mark.cases(2)
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("as_dense", [False, True])
-def test_custom_loop(model: str, compiled: bool, as_dense: bool) -> None:
-    alone, together = MODELS[model](), MODELS[model]()
-    x, y = training.data(alone, SIZE)
-    loss_fn = keras.losses.MeanSquaredError()
-
-    def train(net, x, y, batch, wrap):
-        training.set_weights(net, seed=0)
-        optimizer = optimizers.SGD(0.1)
-        optimizer.build(net.trainable_variables)
-
-        def step(x, y):
-            with tf.GradientTape() as tape:
-                loss = loss_fn(y, net(x, training=True))
-            gradients = wrap(tape).gradient(loss, net.trainable_variables)
-            optimizer.apply_gradients(zip(gradients, net.trainable_variables, strict=True))
-
-        step = tf.function(step) if compiled else step
-        for start in range(0, len(x), batch):
-            step(x[start : start + batch], y[start : start + batch])
-
-    train(alone, x, y, SIZE * training.BATCH, lambda tape: tape)
-    train(
-        together,
-        training.shard(x, RANK, SIZE),
-        training.shard(y, RANK, SIZE),
-        training.BATCH,
-        lambda tape: hvd.DistributedGradientTape(tape, sparse_as_dense=as_dense),
-    )
-    np.testing.assert_allclose(training.flat(together), training.flat(alone), rtol=1e-4, atol=1e-5)
-    training.assert_bit_identical_on_all_ranks(together)
 
 
 def test_tape_keeps_the_structure_of_its_sources() -> None:

@@ -11,7 +11,6 @@ import tensorflow as tf
 import hvd_keras as hvd
 from hvd_keras.patches import registry
 from hvd_keras.runtime.keras import require
-from hvd_keras.training import variables
 from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -69,19 +68,6 @@ class OwnLoss(Subclassed):
         return keras.ops.mean((self.second(y_pred) - y) ** 2)
 
 
-class TapeInStep(Subclassed):
-    """A plain optimizer: the tape exchanges the gradients."""
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
-        tape = hvd.DistributedGradientTape(tape)
-        gradients = tape.gradient(loss, self.trainable_variables)
-        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
-        return {"loss": loss}
-
-
 def data():
     random = np.random.default_rng(3)
     rows = ROWS * SIZE
@@ -133,7 +119,6 @@ class AtBegin(keras.callbacks.Callback):
         (OwnLoss, arrays, {}),
         (InFunction, arrays, {}),
         (OwnStep, of_unknown_shape, {"run_eagerly": True}),
-        (TapeInStep, arrays, {}),
     ],
 )
 def test_first_step_begins_with_the_roots_weights(make, feed, options) -> None:
@@ -141,9 +126,7 @@ def test_first_step_begins_with_the_roots_weights(make, feed, options) -> None:
     x, y = data()
     together, begin = make(), AtBegin()
     optimizer = keras.optimizers.SGD(0.02 * (1 + RANK), momentum=0.9)  # the root's rate must win
-    if make is not TapeInStep:
-        optimizer = hvd.DistributedOptimizer(optimizer)
-    together.compile(optimizer=optimizer, loss="mse", **options)
+    together.compile(hvd.DistributedOptimizer(optimizer), loss="mse", **options)
     root = hvd.callbacks.BroadcastGlobalVariablesCallback(SIZE - 1)
     fed = feed(share(x), share(y), BATCH)
     together.fit(**fed, epochs=2, shuffle=False, verbose=0, callbacks=[root, begin])
@@ -163,35 +146,6 @@ def test_first_step_begins_with_the_roots_weights(make, feed, options) -> None:
         alone.fit(x, y, batch_size=SIZE * BATCH, epochs=2, shuffle=False, verbose=0)
     for mine, theirs in zip(together.get_weights(), alone.get_weights(), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
-
-
-class Gan(keras.Model):
-    """Two networks and two optimizers that ``compile`` does not know."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(5)])
-        self.critic = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1)])
-
-    def compile(self, critic_optimizer, generator_optimizer) -> None:
-        super().compile()
-        self.critic_optimizer = critic_optimizer
-        self.generator_optimizer = generator_optimizer
-
-    def train_step(self, real):
-        noise = real[:, :3]
-        with tf.GradientTape() as tape:
-            score = self.critic(self.generator(noise)) - self.critic(real)
-            loss = tf.reduce_mean(tf.tanh(score))
-        weights = self.critic.trainable_weights
-        gradients = tape.gradient(loss, weights)
-        self.critic_optimizer.apply_gradients(zip(gradients, weights, strict=True))
-        with tf.GradientTape() as tape:
-            loss = -tf.reduce_mean(tf.tanh(self.critic(self.generator(noise))))
-        weights = self.generator.trainable_weights
-        gradients = tape.gradient(loss, weights)
-        self.generator_optimizer.apply_gradients(zip(gradients, weights, strict=True))
-        return {"loss": loss}
 
 
 def test_one_callback_serves_several_models_and_fits() -> None:
@@ -244,17 +198,6 @@ def test_step_that_cannot_be_traced_is_refused_on_all_ranks() -> None:
     model(tf.constant(x[:1]))  # as the text says
     model.fit(share(x), share(y), batch_size=BATCH, verbose=0, callbacks=broadcast)
     training.assert_bit_identical_on_all_ranks(model)
-
-
-def test_a_second_fit_traces_nothing_anew() -> None:
-    model = Gan()  # its own ``built`` stays False
-    model.compile(
-        hvd.DistributedOptimizer(keras.optimizers.SGD()),
-        hvd.DistributedOptimizer(keras.optimizers.SGD()),
-    )
-    x, _ = data()
-    model.fit(share(x), batch_size=BATCH, verbose=0)
-    assert variables.is_built(model)
 
 
 def test_the_documentation_names_every_class_that_is_patched() -> None:

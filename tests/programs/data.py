@@ -268,7 +268,9 @@ class Feed:
         if self.side.rank is None or form == "dataset":
             return tf.data.Dataset.from_tensor_slices(self.data).batch(self.spec.batch)
         if form == "padded":
-            return self.sharded("arrays", shuffle=False, uneven="pad", evaluation=True)
+            kinds = ("rows", "regrouped", "pydataset")
+            source = self.spec.data if self.spec.data in kinds else "arrays"
+            return self.sharded(source, shuffle=False, uneven="pad", evaluation=True)
         form = "arrays" if form == "sharded" else form
         kept = View({**self.spec.spec, "order": "kept", "change": "none"})
         return Feed(self.kind, kept, self.side).sharded(form, uneven="share")

@@ -14,18 +14,18 @@ Spec = dict[str, Any]
 
 OPTIMIZERS = (
     "SGD Momentum Adam AdamW Nadam Adamax RMSprop Adagrad Adadelta Adafactor Ftrl Lamb Lion Muon "
-    "ScheduleFreeAdamW Clipping"
+    "ScheduleFreeAdamW Own Clipping"
 )
 # The values of each choice; the first one is the default.
 CHOICES: dict[str, Any] = {
-    "body": "dense batchnorm layernorm embedding masked masked conv1d conv2d lstm gru",
+    "body": "dense batchnorm layernorm embedding positions masked masked conv1d conv2d lstm gru",
     "style": "functional sequential subclassed unbuilt nested",
     "inputs": "one tuple dict",
     "outputs": "one list dict",
     "regularizer": "none kernel activity own",  # own: of activities, and no sum over the rows
     "constraint": [False, True],
     "loss": "mse huber log_cosh mae sparse ignored probabilities categorical binary focal dice "
-    "custom",
+    "root flooded capped marked",
     "loss_weights": [False, True],
     "reduction": "sum_over_batch_size sum mean_with_sample_weight none",
     "flat": [False, True],  # targets of one dimension
@@ -60,7 +60,7 @@ CHOICES: dict[str, Any] = {
     "initial_epoch": [0, 1],
     # fewer: ranks go on; later: in a second fit; elastic: from a commit
     "restart": "none epoch batch fewer later elastic",
-    "table": "plain divided",
+    "table": "plain rows columns",
     "normalization": [False, True],
     # The model's own train_step, with a tape, two optimizers, or a mean of the losses of rows; or
     # its own compute_loss, as it is or in a tf.function.
@@ -100,8 +100,8 @@ IMPOSSIBLE: list[Rule] = [
     (lambda s: s.style in ("sequential", "unbuilt") or s.is_sequence, ["inputs", "outputs"]),
     (lambda s: s.data == "frame", ["body", "inputs", "outputs", "weights", "order", "repeat"]),
     (lambda s: s.data == "frame" and s.loss == "categorical", ["loss"]),
-    (lambda s: s.is_sequence or s.loss in ("categorical", "dice", "custom"), ["flat"]),
-    (lambda s: s.loss == "custom", ["reduction"]),
+    (lambda s: s.is_sequence or s.loss == "categorical" or s.of_all_rows, ["flat"]),
+    (lambda s: s.is_function, ["reduction"]),
     (lambda s: s.outputs == "one", ["loss_weights"]),
     (lambda s: not s.has_classes and s.weights == "class", ["weights"]),
     (lambda s: (s.is_sequence or s.outputs != "one") and s.weights == "class", ["weights"]),
@@ -132,13 +132,7 @@ IMPOSSIBLE: list[Rule] = [
     (
         lambda s: (
             s.mode == "xla"
-            and (
-                s.loss in ("dice", "custom")
-                or s.regularizer == "own"
-                or s.metrics == "whole"
-                or s.is_sequence
-                or s.body == "embedding"
-            )
+            and (s.of_all_rows or s.regularizer == "own" or s.metrics == "whole" or s.has_table)
         ),
         ["unequal"],
     ),
@@ -164,7 +158,7 @@ IMPOSSIBLE: list[Rule] = [
     (lambda s: s.reduction == "none" and s.step != "keras", ["reduction"]),
     (lambda s: s.reduction == "none", ["regularizer", "outputs"]),
     (lambda s: s.precision != "float32" and s.regularizer == "activity", ["regularizer"]),
-    (lambda s: s.step == "divides" and s.loss == "custom", ["loss"]),
+    (lambda s: s.step == "divides" and s.is_function, ["loss"]),
     # The ranks' models differ, and each has the rows of its own layer.
     (lambda s: s.is_sequence, ["local"]),
     # Keras pairs the averages of all variables with those that it applies gradients to.
@@ -194,7 +188,7 @@ EXCLUDED: list[Rule] = [
     (lambda s: s.pads, ["reduction"]),
     (lambda s: s.pads and s.regularizer in ("activity", "own"), ["regularizer"]),
     (lambda s: s.pads and s.step in ("adds", "function"), ["step"]),
-    (lambda s: s.pads and s.loss in ("dice", "custom"), ["loss"]),
+    (lambda s: s.pads and s.of_all_rows, ["loss"]),
     (lambda s: s.pads and (s.body == "batchnorm" or s.is_sequence), ["body"]),
     (lambda s: s.pads and s.metrics not in ("none", "weighted"), ["metrics"]),
     # The same, ``evaluation``: for the mean over the whole pass. For each of several outputs, Keras
@@ -224,6 +218,7 @@ EXCLUDED: list[Rule] = [
     ),
     (lambda s: "swap_ema" in s.callbacks and s.shards, ["distributed"]),
     # docs/design.md, "Sparse gradients": adaptive optimizers square duplicate rows one by one.
+    (lambda s: s.body == "positions" and s.mode == "eager", ["body"]),
     (lambda s: s.has_table and s.distributed == "sparse_as_dense", ["distributed"]),
     # docs/guide.md, "Callbacks": without MetricAverageCallback, the ranks log and write their own.
     (lambda s: not s.average, [f"callbacks:{c}" for c in [*DECIDERS, "csv", "hears"]]),
@@ -269,7 +264,7 @@ EXCLUDED: list[Rule] = [
     (lambda s: s.option == "global_clipnorm" and s.local and s.step == "tape", ["option"]),
     # docs/using/sharp-bits.md, "Losses": outside fit, hvd_keras averages the ranks' losses.
     (lambda s: s.reduction != "sum_over_batch_size" or s.is_sequence, OUTSIDE),
-    (lambda s: s.loss in ("dice", "custom", "ignored"), OUTSIDE),
+    (lambda s: s.of_all_rows or s.loss == "ignored", OUTSIDE),
     (lambda s: s.regularizer == "own", ["then:loop"]),
     # A file that is saved within an accumulation outside fit has the sums of the rank that saves.
     (lambda s: s.accumulation > 1 and "save" in s.then, OUTSIDE),
@@ -303,14 +298,17 @@ class View(types.SimpleNamespace):
             self.data = self.data if self.data == "agree" else "local"
         # Rows have several targets, of which masks leave some out.
         self.is_sequence = self.body == "masked"
-        self.has_table = self.body in ("embedding", "masked")
+        self.has_table = self.body in ("embedding", "positions", "masked")
         self.pads = self.uneven == "pad" or self.validation == "padded"
         # Logs have the padding of a last step that is not taken alone.
         self.logs_padding = self.uneven == "pad" and (self.at_once > 1 or self.repeat > 0)
         # There is a val_loss in each epoch.
         self.validates = self.validation != "none" and self.validation_freq == 1
         self.has_classes = self.loss in ("sparse", "ignored", "probabilities")
-        self.is_divided = self.table == "divided"
+        self.is_divided = self.table != "plain"
+        # They give no row a loss of its own.
+        self.is_function = self.loss in ("root", "flooded", "capped", "marked")
+        self.of_all_rows = self.is_function or self.loss == "dice"
         self.shards = self.distributed == "shard_state" or self.is_divided
         self.schedule_free = self.optimizer == "ScheduleFreeAdamW"
         self.has_norm = self.option in ("clipnorm", "global_clipnorm")

@@ -16,27 +16,51 @@ RATES = {"SGD": 0.05, "Momentum": 0.02, "Adagrad": 0.05, "Adadelta": 0.5, "Ftrl"
 RATES |= {"Lion": 0.003}
 
 
-@keras.saving.register_keras_serializable("programs")
-def custom(y: Any, predicted: Any) -> Any:
-    """A loss that gives no row its own."""
-    error = keras.ops.cast(y, predicted.dtype) - predicted
-    return keras.ops.sqrt(keras.ops.mean(error**2) + 0.01)
+register = keras.saving.register_keras_serializable("programs")
 
 
-@keras.saving.register_keras_serializable("programs")
+def _squares(y: Any, predicted: Any) -> Any:
+    return (keras.ops.cast(y, predicted.dtype) - predicted) ** 2
+
+
+@register
+def root(y: Any, predicted: Any) -> Any:
+    """A loss that gives no row its own, as the next ones."""
+    return keras.ops.sqrt(keras.ops.mean(_squares(y, predicted)) + 0.01)
+
+
+@register
+def flooded(y: Any, predicted: Any) -> Any:
+    return abs(keras.ops.mean(_squares(y, predicted)) - 0.25)
+
+
+@register
+def capped(y: Any, predicted: Any) -> Any:
+    squares = _squares(y, predicted)
+    return squares / (1 + keras.ops.relu(keras.ops.max(squares) - 0.1))
+
+
+@register
+def marked(y: Any, predicted: Any) -> Any:
+    """Of targets that a number marks, of which ranks have different numbers."""
+    valid = keras.ops.cast(y > 0.1, predicted.dtype)
+    return keras.ops.sum(_squares(y, predicted) * valid) / (keras.ops.sum(valid) + 1e-6)
+
+
+@register
 def spread(activities: Any) -> Any:
     """A regularizer of the activities of all rows, which Keras divides by their number."""
     rows = keras.ops.cast(keras.ops.shape(activities)[0], "float32")
     return 0.1 * rows * keras.ops.sqrt(keras.ops.mean(keras.ops.cast(activities, "float32") ** 2))
 
 
-@keras.saving.register_keras_serializable("programs")
+@register
 def largest(y: Any, predicted: Any) -> Any:
     """A metric of all rows."""
     return keras.ops.max(keras.ops.cast(predicted, "float32"))
 
 
-@keras.saving.register_keras_serializable("programs")
+@register
 class Overshoot(keras.metrics.Mean):
     """The mean excess of the predictions, a metric of one's own."""
 
@@ -44,7 +68,40 @@ class Overshoot(keras.metrics.Mean):
         return super().update_state(keras.ops.relu(y_pred - y_true), sample_weight)
 
 
-@keras.saving.register_keras_serializable("programs")
+@register
+class Own(keras.optimizers.Optimizer):
+    """An optimizer as in Keras's documentation."""
+
+    def build(self, variables: Any) -> None:
+        if not self.built:
+            super().build(variables)
+            self.sums = self.add_optimizer_variables(variables, "sum")
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        gradient = keras.ops.convert_to_tensor(gradient)
+        total = self.sums[self._get_variable_index(variable)]
+        self.assign_add(total, gradient)
+        self.assign_sub(variable, learning_rate * (gradient + 0.1 * total))
+
+
+@register
+class Positions(keras.layers.Layer):
+    """Adds what it looks up of the places in a row, which are those of all rows."""
+
+    def __init__(self, number: int, noise: float, **more: Any) -> None:
+        super().__init__(**more)
+        self.arguments = {"number": number, "noise": noise}
+        self.table = keras.layers.Embedding(LENGTH, 3, Initial(number, noise))
+        self.table.build()
+
+    def call(self, words: Any) -> Any:
+        return words + self.table(keras.ops.arange(LENGTH))
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), **self.arguments}
+
+
+@register
 class Clipping(keras.optimizers.SGD):
     """An optimizer that changes gradients before Keras sees them."""
 
@@ -72,13 +129,14 @@ LOSSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "focal": (keras.losses.BinaryFocalCrossentropy, LOGITS),
     "dice": (keras.losses.Dice, {}),
 }
+FUNCTIONS = {one.__name__: one for one in (root, flooded, capped, marked)}
 ACTIVATIONS = {"probabilities": "softmax", "binary": "sigmoid", "dice": "sigmoid"}
 # Of options of optimizers; those not here are true.
 VALUES = {"weight_decay": 0.02, "clipnorm": 0.1, "global_clipnorm": 0.2, "clipvalue": 0.03}
 VALUES |= {"loss_scale_factor": 128.0, "num_groups": 2, "gradient_predivide_factor": 2.0}
 
 
-@keras.saving.register_keras_serializable("programs")
+@register
 class Initial(keras.initializers.Initializer):
     """Weights by a number; ``noise`` changes each by about so much of itself."""
 
@@ -135,9 +193,19 @@ def _layers(
             mask["embeddings_initializer"] = Initial(number % 100 + len(made), noise)
             of_id = importlib.import_module("hvd_keras.runtime.process_sets").of_id
             cls = importlib.import_module("hvd_keras").layers.Embedding
-            mask |= {"shard": "rows", "process_set": of_id(divided)}
+            mask |= {"shard": spec.table, "process_set": of_id(divided)}
+        if spec.regularizer == "kernel":
+            mask["embeddings_regularizer"] = keras.regularizers.L2(0.01)
+        if spec.constraint:
+            axis = 0 if spec.table == "columns" else 1
+            mask["embeddings_constraint"] = keras.constraints.MaxNorm(0.9, axis)
+        combines = spec.table == "columns" and spec.body == "embedding"
+        if combines and divided is not None:
+            mask["combiner"] = "mean"
         add(cls, "table", WORDS, 3, kernel="embeddings", **mask)
-        if not spec.is_sequence:
+        if spec.body == "positions":
+            made["positions"] = Positions(number + 60, noise, name="positions")
+        if not spec.is_sequence and not (combines and divided is not None):
             add(of.GlobalAveragePooling1D, "mean", kernel="")
     elif spec.body in ("conv1d", "conv2d"):
         cls = of.Conv1D if spec.body == "conv1d" else of.Conv2D
@@ -194,7 +262,7 @@ def _wire(spec: View, layers: dict[str, Any], x: Any) -> Any:
     return list(outputs.values()) if spec.outputs == "list" else outputs["a"]
 
 
-@keras.saving.register_keras_serializable("programs")
+@register
 class Net(keras.Model):
     """A subclassed model."""
 
@@ -249,9 +317,6 @@ class Stepping:
             self.second.apply(tape.gradient(loss, last), last)
         self._loss_tracker.update_state(loss, sample_weight=tf.shape(tf.nest.flatten(x)[0])[0])
         return self.compute_metrics(x, y, predicted, weights)
-
-
-register = keras.saving.register_keras_serializable("programs")
 
 
 @register
@@ -359,6 +424,8 @@ def _optimizer(model: Any, spec: View, side: Side, noise: float) -> Any:
         options["ema_overwrite_frequency"] = 2 if spec.option == "ema_overwrites" else None
     elif spec.option != "none":
         options[spec.option] = VALUES[spec.option]
+    if name == "RMSprop":
+        options["momentum"] = 0.5
     if name == "Momentum":
         name, options = "SGD", {**options, "momentum": 0.8}
     chosen: dict[str, Any] = {}
@@ -367,7 +434,7 @@ def _optimizer(model: Any, spec: View, side: Side, noise: float) -> Any:
         chosen["average_aggregated_gradients"] = True
     elif spec.accumulation > 1:
         options["gradient_accumulation_steps"] = spec.accumulation
-    kind = Clipping if name == "Clipping" else getattr(keras.optimizers, name)
+    kind = {"Clipping": Clipping, "Own": Own}.get(name) or getattr(keras.optimizers, name)
     made = kind(rate, **options)
     if spec.multi:
         other = keras.optimizers.SGD(0.02, **options | {"momentum": 0.5, "name": "other"})
@@ -403,8 +470,8 @@ def compiled(model: Any, spec: View, side: Side, noise: float = 0.0) -> Any:
         return of.get(spec.outputs, lambda: {"a": make(), "b": make()})()
 
     def loss() -> Any:
-        if spec.loss == "custom":
-            return custom
+        if spec.is_function:
+            return FUNCTIONS[spec.loss]
         cls, options = LOSSES[spec.loss]
         return cls(reduction="none" if spec.step == "divides" else spec.reduction, **options)
 

@@ -266,9 +266,10 @@ class Program:
                 second.build(updated[1])
             self.model.optimizer.build(updated[0])
             elastic._numbers = itertools.count()  # as in a new process
-            state = elastic.KerasState(self.model, epoch=0)
+            state = elastic.KerasState(self.model, epoch=0, batch=0)
             of_state = (
                 elastic.UpdateEpochStateCallback(state),
+                elastic.UpdateBatchStateCallback(state),
                 elastic.CommitStateCallback(state, 9),
             )
 

@@ -105,6 +105,7 @@ class Job:
         # Warnings are errors, and ranks that wait for different collectives get one soon.
         env = {"HVD_STRICT": "1", "HVD_MISMATCH_SECONDS": "5", "HVD_TIMEOUT_SECONDS": "120"}
         env |= {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/harness/start", "HVD_AUTO": "divided"}
+        env["HVD_BUCKET_BYTES"] = "100"  # so that each program has several
         env["HVD_COMMITS"] = str(self.folder / "commits")
         with (self.folder / "output").open("wb") as file:
             self.process = subprocess.Popen(

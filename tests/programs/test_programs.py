@@ -14,6 +14,7 @@ SEEDS = {
 }
 # What a choice meets seldom.
 SHORT: dict[str, draw.Spec] = {
+    "weights of rows that are compared": {"loss": "capped", "weights": "sample", "mode": "graph"},
     "an accumulation goes on in the next epoch": {"local": 2, "accumulation": 2},
     "what is added counts by rows": {
         "data": "local",
@@ -42,7 +43,7 @@ SHORT: dict[str, draw.Spec] = {
         "metrics": "whole",
         "accumulation": 3,
     },
-    "a tape's regularizers see all rows": {"regularizer": "own", "loss": "custom", "step": "tape"},
+    "a tape's regularizers see all rows": {"regularizer": "own", "loss": "root", "step": "tape"},
     "sums of all ranks are logged": {"reduction": "sum", "op": "sum"},
     "an optimizer may change the mean of each step": {"optimizer": "Clipping", "accumulation": 2},
     "layers of ranks have names of their own": {"local": 2, "restart": "epoch"},
@@ -60,10 +61,14 @@ def test_random_programs(ranks: int) -> None:
     assert run.run(specs, (ranks,)) == ({}, {})
 
 
-TABLE = {"body": "embedding", "table": "divided"}
+TABLE = {"body": "embedding", "table": "rows"}
 OWN = {"local": 2, "rest": 6}
 NORMS = "computes norms over all ranks"
 REFUSED = {
+    "sum, tape": (
+        {"step": "tape", "reduction": "sum"},
+        "is a sum, and hvd.DistributedGradientTape",
+    ),
     "slots": ({"multi": True, "distributed": "shard_state"}, "not possible for MultiOptimizer"),
     "table, tape": ({**TABLE, "step": "tape", "option": "clipnorm"}, NORMS),
     "table, several": ({**TABLE, "multi": True, "option": "global_clipnorm"}, NORMS),

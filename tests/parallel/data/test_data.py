@@ -131,16 +131,6 @@ def singles() -> Iterator[list[hvd.ProcessSet]]:
         hvd.remove_process_set(process_set)
 
 
-@pytest.mark.parametrize("kind", ["arrays", "elements"])
-def test_order_does_not_depend_on_the_number_of_ranks(kind: str, singles) -> None:
-    parts = numbered(2 * TOGETHER + 3)
-    steps = job_pass(shard(kind, *parts, seed=5, uneven="pad"))
-    source = tf.data.Dataset.from_tensor_slices(parts) if kind == "elements" else parts
-    mine = data.shard(source, batch_size=TOGETHER, seed=5, uneven="pad", process_set=singles[RANK])
-    for step, (rows, weights) in zip(steps, one_pass(mine), strict=True):
-        assert step == {row: w for row, w in zip(rows, weights, strict=True) if w}
-
-
 @several
 def test_process_set_shares_among_its_ranks_only(singles) -> None:
     first = singles[0] if SIZE == 2 else hvd.add_process_set(range(SIZE - 1))
@@ -235,25 +225,6 @@ def test_class_weights_multiply_those_of_padded_rows(labels: str) -> None:
     own = data.shard((x, y, np.ones(len(x))), batch_size=BATCH, shuffle=False, uneven="pad")
     with pytest.raises(ValueError, match=r"class_weight.*sample_weight"):
         together.fit(own, **weights)
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("kind", KINDS)
-def test_evaluate_gives_the_mean_over_all_rows(kind: str) -> None:
-    for length in (BATCH, 2 * TOGETHER + 1):
-        x, y, _ = samples(length)
-        model = training.dense_model()
-        training.set_weights(model, seed=0)
-        model.compile(loss="mse", weighted_metrics=["mae"])
-        expected = model.evaluate(x, y, batch_size=TOGETHER, verbose=0, return_dict=True)
-        dataset = shard(kind, x, y, shuffle=False, evaluation=True, uneven="pad")
-        mine = model.evaluate(dataset, verbose=0, return_dict=True)
-        rows = sum(int(np.count_nonzero(w[0]) if w else len(x)) for x, _, *w in dataset)
-        everyone = agree.gather_json("evaluated", [mine, rows])
-        loss = np.mean([theirs["loss"] for theirs, _ in everyone])
-        assert loss == pytest.approx(expected["loss"], rel=1e-5)
-        mae = sum(theirs["mae"] * rows for theirs, rows in everyone) / length
-        assert mae == pytest.approx(expected["mae"], rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -40,18 +40,3 @@ def test_padding_for_training_is_told_in_validation(warned) -> None:
             np.testing.assert_allclose(loss, expected, rtol=1e-5)
         tells = any("evaluation=True" in text for text in warned)
         assert tells == (not evaluation and SIZE > 1 and hvd.rank() == 0)
-
-
-def test_each_rank_may_still_validate_alone() -> None:
-    model = compiled()
-    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
-    callbacks.append(hvd.callbacks.MetricAverageCallback())
-    data = hvd.data.shard((X, Y), batch_size=BATCH)
-    model.fit(data, validation_data=(X, Y), callbacks=callbacks, verbose=0)
-    if hvd.rank() == SIZE - 1:
-        plain = keras.models.clone_model(model)
-        plain.set_weights(model.get_weights())
-        plain.compile(loss="sparse_categorical_crossentropy", metrics=["accuracy"])
-        own = X[hvd.rank() :: SIZE], Y[hvd.rank() :: SIZE]
-        alone, found = (net.evaluate(*own, verbose=0) for net in (plain, model))
-        np.testing.assert_allclose(found, alone, rtol=1e-5)

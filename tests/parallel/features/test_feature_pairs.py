@@ -44,38 +44,6 @@ def rows_of(rank):
 # Local variables and clipping.
 
 
-def one_process_with_local_layers(optimizer):
-    """Trains the shared layer and each rank's local one, as one process with all rows does."""
-    first = [two_layers().layers[0] for _ in range(SIZE)]
-    shared = two_layers().layers[1]
-    variables = [v for layer in (*first, shared) for v in layer.trainable_variables]
-    for _ in range(4):
-        with tf.GradientTape() as tape:
-            losses = []
-            for r in range(SIZE):
-                x, y = rows_of(r)
-                losses.append(tf.reduce_mean(tf.square(shared(first[r](x)) - y)))
-            loss = tf.add_n(losses) / SIZE
-        optimizer.apply(tape.gradient(loss, variables), variables)
-    return shared.get_weights(), first[RANK].get_weights()
-
-
-def test_slots_of_local_variables_with_similar_names_are_not_broadcast() -> None:
-    names = {"w": 2, "w_2": 3, "shared": 4}
-    variables = [keras.Variable(np.ones(n), name=name) for name, n in names.items()]
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
-    for variable in variables[:2]:
-        optimizer.register_local_var(variable)
-    optimizer.build(variables)
-    optimizer.apply([tf.ones(n) * RANK for n in names.values()])
-    every = [*variables, *optimizer.variables]
-    hvd.broadcast_variables(model_ranks.without_local(every), 0)
-    slots = [float(v[0]) for v in optimizer.variables if "momentum" in v.path]
-    common = np.mean(range(SIZE))
-    own = -0.1 * RANK / SIZE
-    np.testing.assert_allclose(slots, [own, own, -0.1 * common], atol=1e-6)
-
-
 @pytest.mark.parametrize("optimizer", [keras.optimizers.Adafactor, keras.optimizers.Lion])
 def test_slots_belong_to_a_weight_whatever_their_names_and_shapes(optimizer) -> None:
     local = keras.Variable(np.ones((3, 2 + RANK)), name="kernel")
@@ -105,27 +73,6 @@ def test_variables_of_unknown_sizes() -> None:
     np.testing.assert_allclose(gradient, np.full(4, np.mean(range(SIZE))))
     with pytest.raises(TypeError, match="dtype string"):
         hvd.broadcast_variables([tf.Variable(["text"])], 0)
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("shard_state", [False, True])
-@pytest.mark.parametrize("accumulated", [False, True])
-def test_global_clipnorm_counts_the_local_gradients_of_all_ranks(shard_state, accumulated) -> None:
-    model = two_layers()
-    arguments = {"gradient_accumulation_steps": 2} if accumulated else {}
-    inner = keras.optimizers.SGD(0.1, momentum=0.5, global_clipnorm=0.05, **arguments)
-    optimizer = hvd.PartialDistributedOptimizer(
-        inner, local_layers=model.layers[0], shard_state=shard_state
-    )
-    model.compile(optimizer=optimizer, loss="mse")
-    x, y = rows_of(RANK)
-    model.fit(x, y, batch_size=8, epochs=8 if accumulated else 4, verbose=0, shuffle=False)
-    assert_equal_on_all_ranks(model.layers[1].get_weights())
-    with hvd.local_fit():
-        alone = keras.optimizers.SGD(0.1, momentum=0.5, global_clipnorm=0.05)
-        shared, local = one_process_with_local_layers(alone)
-    for mine, theirs in zip(model.get_weights(), (*local, *shared), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_global_clipnorm_with_a_local_layer_on_one_rank_only() -> None:

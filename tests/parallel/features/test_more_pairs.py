@@ -62,45 +62,6 @@ def test_a_model_with_loss_scaling_by_compile_and_shares_is_saved_whole(director
 # A second optimizer, a built model and a restart.
 
 
-class TwoOptimizers(keras.Model):
-    def train_step(self, data):
-        x, y = data
-        head = self.layers[-1].trainable_variables
-        with tf.GradientTape(persistent=True) as tape:
-            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
-        body = self.layers[1].trainable_variables
-        self.optimizer.apply(tape.gradient(loss, body), body)
-        self.second.apply(tape.gradient(loss, head), head)
-        return {"loss": loss}
-
-
-def two_optimizers():
-    inputs = keras.Input((3,))
-    outputs = keras.layers.Dense(1)(keras.layers.Dense(3, name="body")(inputs))
-    model = TwoOptimizers(inputs, outputs)
-    random = np.random.default_rng(5)
-    model.set_weights([random.normal(size=w.shape) for w in model.get_weights()])
-    model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.1, use_ema=True)))
-    model.second = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
-    return model
-
-
-def test_a_built_model_with_a_second_optimizer_is_restarted(directory) -> None:
-    def run(model, folder, epochs):
-        callbacks = [BROADCAST(0), hvd.callbacks.Checkpoint(directory / folder)]
-        x, y = rows_of(RANK)
-        model.fit(x, y, batch_size=4, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
-        return model
-
-    run(two_optimizers(), "some", 1)
-    again = run(two_optimizers(), "some", 2)
-    undisturbed = run(two_optimizers(), "all", 2)
-    for one, other in zip(again.get_weights(), undisturbed.get_weights(), strict=True):
-        np.testing.assert_array_equal(one, other)
-    # As in one process, an optimizer has slots of what it updates only.
-    assert len(again.optimizer._model_variables_moving_average) == 2
-
-
 # Copies of callbacks, and process sets.
 
 
@@ -190,39 +151,6 @@ def test_statistics_of_a_frozen_layer_keep_every_bit() -> None:
 
 
 # Lookups that all ranks have in common.
-
-
-def segments_model():
-    """All tokens have the same segment."""
-    tokens = keras.Input((3,), dtype="int32")
-    segments = keras.layers.Embedding(4, 2)(keras.ops.zeros_like(tokens))
-    words = keras.layers.Embedding(training.WORDS, 2)(tokens)
-    outputs = keras.layers.Dense(1)(keras.layers.Flatten()(words + segments))
-    return keras.Model(tokens, outputs)
-
-
-class Positions(keras.layers.Layer):
-    def __init__(self):
-        super().__init__()
-        self.table = keras.layers.Embedding(3, 2)
-
-    def call(self, words):
-        return words + self.table(keras.ops.arange(keras.ops.shape(words)[1]))
-
-
-def positions_model():
-    tokens = keras.Input((3,), dtype="int32")
-    words = Positions()(keras.layers.Embedding(training.WORDS, 2)(tokens))
-    return keras.Model(tokens, keras.layers.Dense(1)(keras.layers.Flatten()(words)))
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("make_model", [segments_model, positions_model])
-@pytest.mark.parametrize("jit_compile", [False, True])
-def test_common_lookups_train_as_in_one_process(make_model, jit_compile) -> None:
-    training.assert_trains_like_one_process(
-        make_model, lambda: keras.optimizers.Adam(0.01), jit_compile=jit_compile
-    )
 
 
 # Loss scaling.

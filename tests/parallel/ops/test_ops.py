@@ -166,13 +166,6 @@ def test_lookups_of_some_ranks_may_be_empty() -> None:
     assert hvd.allreduce(none).values.shape == (0, 1)
 
 
-def test_inputs_are_not_overwritten() -> None:
-    mine = tf.constant(inputs.tensor(RANK, (50,)))
-    hvd.allreduce(mine)
-    hvd.broadcast(mine, 0)
-    np.testing.assert_array_equal(mine, inputs.tensor(RANK, (50,)))
-
-
 def test_unnamed_calls_match_although_one_rank_has_traced_more() -> None:
     @tf.function
     def step(x):

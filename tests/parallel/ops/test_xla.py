@@ -399,23 +399,3 @@ def test_sparse_gradients_of_unequal_batches_are_refused() -> None:
     rows = training.BATCH * training.STEPS - RANK
     with pytest.raises(tf.errors.OpError, match=r"sparse_as_dense=True"):
         train(training.sparse_model, True, lambda: optimizers.SGD(0.1), rows=rows)
-
-
-def test_tape_in_a_compiled_step() -> None:
-    net = training.dense_model()
-    training.set_weights(net, seed=0)
-    x, y = training.data(net, SIZE)
-    batch = SIZE * training.BATCH
-
-    def gradients(x, y, wrap=lambda tape: tape):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((net(x, training=True) - y) ** 2)
-        return wrap(tape).gradient(loss, net.trainable_variables)
-
-    mine = (
-        training.shard(x, RANK, SIZE)[: training.BATCH],
-        training.shard(y, RANK, SIZE)[: training.BATCH],
-    )
-    got = compiled(lambda x, y: gradients(x, y, hvd.DistributedGradientTape))(*mine)
-    for one, other in zip(got, gradients(x[:batch], y[:batch]), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
