@@ -87,7 +87,7 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
         shared = [v for v in shared if not any(v is other for other in own)]
         hvd.broadcast_variables([*shared, *seeds], self.root_rank, process_set)
         variables.give_each_rank_its_own_randomness(variables.own_generators, process_set)
-        preprocessing.refresh(self.model)
+        preprocessing.refresh(self.model, process_set)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch_runs = True

@@ -19,7 +19,7 @@ from hvd_keras.runtime import agree, log
 from hvd_keras.runtime.keras import innermost, is_legacy, replace_values, snapshot
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.saving import background, per_rank, resuming, storage
-from hvd_keras.training import preprocessing, variables
+from hvd_keras.training import metric_states, preprocessing, variables
 from hvd_keras.training.fit_state import Fit, check_built, running
 
 
@@ -289,7 +289,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
                 same = ranks == process_set.size() and not found.rounds
                 value = value[process_set.rank()] if same else per_rank.mean(value)
             shards.assign(variable, value)
-        preprocessing.refresh(self.model)
+        preprocessing.refresh(self.model, process_set)
         if ranks != process_set.size():
             seeds = variables.seed_states(self.model._flatten_layers())
             variables.give_each_rank_its_own_randomness(seeds, process_set)
@@ -340,6 +340,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         """Give callbacks the state that they had; return the metrics' values for this rank."""
         metrics, kept = [], []
         rank, ranks = self._hvd_process_set.rank(), found.metadata["ranks"]
+        same_ranks = ranks == self._hvd_process_set.size()
         for number, described in enumerate(found.more, len(found.stored + found.rounds)):
             path, *_, by_rank = described
             if path.startswith(per_rank.CALLBACK):
@@ -351,7 +352,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             value = found.value(number, self._hvd_process_set)
             if path.startswith(per_rank.CALLBACK):
                 shards.assign(kept[-1], value[rank % len(value)] if by_rank else value)
-            elif ranks == self._hvd_process_set.size():
+            elif same_ranks:
                 metrics.append(value[rank] if by_rank else value)
             else:  # states are sums, of which one rank may have all
                 total = value.sum(axis=0) if by_rank else value * ranks
@@ -360,14 +361,9 @@ class Checkpoint(Callback):  # type: ignore[misc]
         resuming.set_state(fit.callbacks, numbers[rank % len(numbers)], kept)
         if metrics:
             fit.backend.build_metrics(fit)
-            now = [tuple(v.shape) for v in resuming.metric_variables(self.model)]
-            if now != [value.shape for value in metrics]:
-                warnings.warn(
-                    "Checkpoint: the metrics are not those that the checkpoint has, so the "
-                    "metrics of this epoch are those of its remaining batches.",
-                    stacklevel=4,
-                )
-                return []
+            own = [] if same_ranks else resuming.metrics_of(self.model)
+            no_sums = [type(one).__name__ for one in own if not metric_states.is_summable(one)]
+            return resuming.check_metrics(self.model, metrics, no_sums)
         return metrics
 
     def _batches_seen(self, found: per_rank.Found) -> int:

@@ -58,8 +58,9 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
-        self.in_epoch = False
-        self._of_epoch = {}
+        if fit_state.running(model) is None:  # an evaluate in its fit must not end the epoch
+            self.in_epoch = False
+            self._of_epoch = {}
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self.in_epoch = True
@@ -118,9 +119,11 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
 
         Its callbacks get them, too, before or behind this one.
         """
-        result = getattr(model, _RESULT)
+        result, is_apart = getattr(model, _RESULT), fit_state.is_apart.get()
 
-        def of_all_ranks(logs: Any) -> dict[str, Any]:
+        def of_all_ranks(logs: Any) -> Any:
+            if fit_state.is_apart.get() != is_apart:  # another evaluate within this one
+                return result(logs)
             reduced = metric_states.numbers(result(logs))
             self._reduce(reduced, {"": metric_states.states(model)})
             return reduced

@@ -7,7 +7,16 @@ import tensorflow as tf
 
 from hvd_keras import ops
 from hvd_keras.compat import legacy_keras, tensorflow_v1
-from hvd_keras.gradients import agreement, model_ranks, origin, reducer, shards, specs, zero
+from hvd_keras.gradients import (
+    agreement,
+    missing_calls,
+    model_ranks,
+    origin,
+    reducer,
+    shards,
+    specs,
+    zero,
+)
 from hvd_keras.ops.reduction import Compression, Compressor, wire_dtype
 from hvd_keras.runtime import agree, log, rank_info
 from hvd_keras.runtime.keras import innermost, is_legacy, keras, optimizer_classes
@@ -65,9 +74,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             ``hvd.Adasum`` (with ``sparse_as_dense``) to decide between both by the gradients'
             directions.
         backward_passes_per_step: local steps whose gradients are added up before an update; sets
-            the optimizer's own ``gradient_accumulation_steps``. They are exchanged once per update,
-            or in each step if the optimizer's class has an ``apply`` of its own, which may clip
-            them. Not for optimizers of TensorFlow 1, nor inside a LossScaleOptimizer of tf_keras.
+            the optimizer's own ``gradient_accumulation_steps``, or is equal to that of a loaded
+            one; left out, Keras takes their mean. They are exchanged once per update, or in each
+            step if the optimizer's class has an ``apply`` of its own, which may clip them. Not for
+            optimizers of TensorFlow 1, nor inside a LossScaleOptimizer of tf_keras.
         average_aggregated_gradients: with ``backward_passes_per_step``, apply the mean of the local
             steps instead of their sum.
         num_groups: exchange the gradients in this many requests. Default: by size, see
@@ -140,11 +150,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     target = optimizer
     if not is_v1 and isinstance(optimizer, home.LossScaleOptimizer):
         target = optimizer.inner_optimizer
-    if is_distributed(target):
-        raise ValueError(
-            f"hvd.DistributedOptimizer: this {type(target).__name__} is distributed already. "
-            "Wrap an optimizer once."
-        )
+    model_ranks.refuse_distributed(target)
     chosen = agreement.groups(num_groups, groups)
     if shard_state:
         _check_shares(target, options, chosen, is_v1)
@@ -294,7 +300,7 @@ def _inner_set(inner: Any, process_set: ProcessSet) -> ProcessSet:
     process_set.check_included("DistributedOptimizer")
     if inner is None:
         return ThisRank() if process_set.size() > 1 else process_set
-    if inner == "host" and process_set is global_process_set:
+    if inner == "host" and process_set.id() == global_process_set.id():
         return of_hosts()
     if not isinstance(inner, ProcessSet):
         raise ValueError(
@@ -314,29 +320,13 @@ def _inner_set(inner: Any, process_set: ProcessSet) -> ProcessSet:
 
 
 def _accumulate(optimizer: keras.optimizers.Optimizer, passes: int) -> int:
-    if not isinstance(passes, int) or passes < 1:
-        raise ValueError(f"backward_passes_per_step is {passes!r}, expected a positive integer.")
-    if passes == 1:
-        return 1
-    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+    if passes != 1 and isinstance(optimizer, tf.compat.v1.train.Optimizer):
         raise ValueError(
             f"backward_passes_per_step is {passes}, but a {type(optimizer).__name__} of TensorFlow "
             "1 cannot accumulate gradients. Use an optimizer of Keras, or leave it out and use a "
             "larger batch."
         )
-    if is_legacy:
-        return passes
-    own = optimizer.gradient_accumulation_steps
-    # Keras has MultiOptimizer from 3.15 on.
-    is_several = isinstance(optimizer, getattr(keras.optimizers, "MultiOptimizer", ()))
-    if own or optimizer.built or is_several:
-        raise ValueError(
-            f"backward_passes_per_step is {passes}, but this {type(optimizer).__name__} "
-            + (f"has gradient_accumulation_steps={own} already" if own else "is built already")
-            + ". Set gradient_accumulation_steps when you make the optimizer, and leave "
-            "backward_passes_per_step out."
-        )
-    optimizer.gradient_accumulation_steps = passes
+    model_ranks.accumulate(optimizer, passes)
     return passes
 
 
@@ -430,13 +420,22 @@ class DistributedGradientTape:
         Raises:
             ValueError: (on every rank) the ranks' sources differ in number, name, dtype or shape.
         """
+        several = self._reducer.process_set.size() > 1
+        if several and model_ranks.averages_rows and not missing_calls.fit_is_known.get():
+            missing_calls.tell(
+                "fit does not know that several ranks train this model, whose train_step has an "
+                "hvd.DistributedGradientTape: it neither compares their rows nor weighs losses. "
+                f"{missing_calls.ADD_THE_CALLBACK}",
+                self._reducer.process_set,
+            )
         # This rank's, of any structure; they travel as a flat list.
         with agree.within(origin.in_tape, True):
             gradients = self._tape.gradient(target, sources, *args, **kwargs)
         flat = tf.nest.flatten(sources)
         origin.forget(flat)  # the script may change what is exchanged
-        reduced = self._reducer.reduce(tf.nest.flatten(gradients), flat, self._local)
-        origin.note_exchange(reduced, flat)
+        with missing_calls.exchange_by("tape"):
+            reduced = self._reducer.reduce(tf.nest.flatten(gradients), flat, self._local)
+        origin.note_exchange(reduced, flat, self._reducer.process_set)
         return tf.nest.pack_sequence_as(sources, reduced)
 
 

@@ -16,7 +16,7 @@ _OF_VARIABLES = (
     *("LookupTableFind", "LookupTableSize", "Assert", "If", "While", "Case", "CudnnRNN"),
 )
 # What sums in another order may differ by: outputs, and changes of each variable.
-_OUTPUTS, _CHANGES = 0.01, 0.1
+_OUTPUTS, _CHANGES = 0.01, 0.01
 _HALF = 8  # times as much, in half precision
 _TINY, _ROUNDING, _TRIALS = 1e-5, 1e-6, 3
 

@@ -190,7 +190,8 @@ def _reduce(node: Node) -> Plan:
     axes, keep = axes_of(node.inputs[1], x.rank), node.attr("keep_dims")
     need = Dims(tuple(axes))
     if x.place == SUM and node.type in ("Sum", "Mean"):
-        return [SUM, need], [SUM]
+        # A mean of integers is rounded.
+        return ([SUM, need], [SUM]) if node.type == "Sum" or x.dtype.is_floating else None
     if not isinstance(x.place, Rows):
         return None
     axis = x.place.axis

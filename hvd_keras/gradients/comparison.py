@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras.gradients import missing_calls, model_ranks, shards
+from hvd_keras.gradients import model_ranks, shards
 from hvd_keras.gradients.values import Values
 from hvd_keras.ops.validate import is_compiling
 from hvd_keras.runtime import agree
@@ -34,7 +34,7 @@ class Comparison:
     def step(self) -> None:
         """Compare in a step, or add that to its graph."""
         if tf.executing_eagerly():
-            missing_calls.check_values(self._values, "step")
+            self._values.check("step")
             return
         if not tf.inside_function() or is_compiling():
             return
@@ -69,7 +69,7 @@ class Comparison:
         if values.steps:  # the first one begins to measure
             values.steps = values.next - 1
         with agree.within(model_ranks.alone, is_alone):
-            missing_calls.check_values(values, "step")
+            values.check("step")
         return np.int64(_NEVER if values.reported else values.next - values.steps - 1)
 
     def restart(self) -> None:

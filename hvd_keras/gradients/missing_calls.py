@@ -5,6 +5,7 @@ warning. Other advice is a warning; with ``HVD_STRICT=1`` an error.
 """
 
 import atexit
+import collections
 import contextlib
 import contextvars
 import json
@@ -19,6 +20,7 @@ from hvd_keras.runtime import agree, libraries, log, rank_info, settings
 from hvd_keras.runtime.keras import (
     graph,
     is_eager,
+    is_recording,
     optimizer_classes,
     outside_graphs,
     unconverted,
@@ -26,11 +28,13 @@ from hvd_keras.runtime.keras import (
 )
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
-#: Whether ``fit`` is running.
-in_fit = contextvars.ContextVar("a fit is running", default=False)
+#: The model of the ``fit`` that runs, or whether one does.
+in_fit: contextvars.ContextVar[Any] = contextvars.ContextVar("a fit is running", default=False)
+#: Whether it knows that several ranks train its model, or that one does.
+fit_is_known = contextvars.ContextVar("fit knows the ranks", default=True)
 
 # A loop that has made this many steps with different weights will not broadcast them any more.
-_STEPS_UNTIL_TOLD = 20
+STEPS_UNTIL_TOLD = 20
 
 # A script whose first steps are local and that has exchanged nothing until then never will.
 _SECONDS_UNTIL_TOLD = 60
@@ -93,9 +97,17 @@ def check_update(optimizer: Any, gradients: list[Any], variables: list[Any]) -> 
         or hasattr(optimizer, "_hvd_alone")
         or agree.is_building.get()
         or not several
-        or any(variable in reduced for variable in variables)
-        or _averages_itself(optimizer, gradients, variables)
+        or _in_update.get()
     ):
+        return
+    pairs = list(zip(gradients, variables, strict=False))
+    if any(variable in _of_tapes for variable in variables):
+        pairs = [pair for pair in pairs if _is_alone(*pair)]
+        _of_tapes.discard(*variables)  # which the next step must exchange again
+        forget_tapes(variables)
+        if not pairs:
+            return
+    if _averages_itself(optimizer, pairs):
         return
     name, can_wrap = type(optimizer).__name__, isinstance(optimizer, optimizer_classes)
     text = (
@@ -105,12 +117,14 @@ def check_update(optimizer: Any, gradients: list[Any], variables: list[Any]) -> 
         + " the gradients with hvd.allreduce (of a tape: hvd.DistributedGradientTape). If a rank "
         "trains alone on purpose, write: with hvd.local_fit(): ..."
     )
+    from hvd_keras import ops
+
     if not first_steps_are_local or in_fit.get() or not variables:
         # A graph may apply what the script has reduced outside of it; that cannot be seen.
         is_here = any(_noted(v) is graph() for v in variables)
-        parts = in_fit.get() or is_eager() or is_here or not has_reduced()
+        parts = in_fit.get() or is_eager() or is_here or not ops.has_reduced()
         tell(text, global_process_set, RuntimeError, parts=parts)
-        _told_alone.add(*variables)
+        told_alone.add(*variables)
         return
     if is_error(parts=False):
         raise RuntimeError(f"hvd_keras: {text}")
@@ -138,12 +152,11 @@ def note_tape(sources: Sequence[Any], gradients: Iterable[Any]) -> None:
         for part in (one, getattr(one, "values", None)):
             if part is not None and hasattr(part, "graph"):
                 of_tapes.setdefault(part.graph, set()).add(part.name)
-    # What a reducer exchanges needs no note, which an eager step would wait for.
-    variables = [one for one in sources if hasattr(one, "assign") and one not in reduced]
+    variables = [one for one in sources if hasattr(one, "assign")]
     if variables and rank_info.is_initialized() and rank_info.size() > 1:
         if not (_updates_are_checked or model_ranks.alone.get()):
             _check_at_exit()
-        where = _by_script() if is_eager() else weakref.ref(graph())
+        where = _by_script(tapes=False) if is_eager() else weakref.ref(graph())
         for variable in variables:
             shards.inner_variable(variable)._hvd_tape = where
 
@@ -181,7 +194,16 @@ def _noted(variable: Any) -> Any:
     return where() if callable(where) else where
 
 
-def _averages_itself(optimizer: Any, gradients: list[Any], variables: list[Any]) -> bool:
+def _is_alone(gradient: Any, variable: Any) -> bool:
+    """Whether a plain tape alone has returned a gradient, of a variable that all ranks train."""
+    is_own = variable in model_ranks.local_variables or shards.of(variable) is not None
+    if gradient is None or variable in _of_tapes or is_own or hasattr(gradient, "_hvd_reduced"):
+        return False
+    noted = _noted(variable)
+    return isinstance(noted, int) if is_eager() else noted is graph()
+
+
+def _averages_itself(optimizer: Any, pairs: list[tuple[Any, Any]]) -> bool:
     """Whether the script averages gradients with ``hvd.allreduce`` before it applies them."""
     if is_eager():
         # What this process had exchanged when a tape returned the gradients; or, of those from
@@ -189,19 +211,22 @@ def _averages_itself(optimizer: Any, gradients: list[Any], variables: list[Any])
         before, now = _exchanged_before.get(optimizer), _by_script()
         _exchanged_before[optimizer] = now
         # A function may have returned them, which was traced before.
-        notes = map(_noted, variables)
-        noted = [number if isinstance(number, int) else before for number in notes]
+        notes = [_noted(variable) for _, variable in pairs]
+        done = [
+            _by_script(tapes=False) - n if isinstance(n, int) else before and now - before
+            for n in notes
+        ]
         # An average of the loss is fewer bytes than gradients are, even if these are compressed.
-        present = [g.values if hasattr(g, "dense_shape") else g for g in gradients if g is not None]
+        present = [getattr(one, "values", one) for one, _ in pairs if one is not None]
         least = max(1, min(_FEW_BYTES, sum(math.prod(one.shape) for one in present)))
-        return any(number is None or now - number >= least for number in noted or [before])
+        return any(number is None or number >= least for number in done or [before])
     from hvd_keras import ops
 
-    pairs = zip(gradients, variables, strict=False)
     whole = [one for one, v in pairs if one is not None and shards.of(v) is None]
     if whole and all(ops.is_reduced(one, of_tapes) for one in whole):
         _by_hand.add(optimizer)
-    return optimizer in _by_hand
+        return True
+    return optimizer in _by_hand and not any(_noted(v) is graph() for _, v in pairs)
 
 
 #: Whether scripts step on each rank before the first exchange, to create variables.
@@ -210,8 +235,11 @@ first_steps_are_local = False
 _has_updated = False  # an optimizer or a reducer has had gradients
 synchronized = shards.VariableSet()  # broadcast, or found equal
 reduced = shards.VariableSet()  # a reducer has had their gradients
-_begun_apart = shards.VariableSet()  # found different; what to do is told later
-_told_alone = shards.VariableSet()  # a warning was about them; later differences are no news
+_of_tapes = shards.VariableSet()  # a distributed tape has, since an optimizer has applied them
+#: The same of eager code, by the tape's process set.
+of_distributed: dict[int, shards.VariableSet] = collections.defaultdict(shards.VariableSet)
+begun_apart = shards.VariableSet()  # found different; what to do is told later
+told_alone = shards.VariableSet()  # a warning was about them; later differences are no news
 
 
 def mark_alone(optimizer: Any) -> None:
@@ -221,11 +249,31 @@ def mark_alone(optimizer: Any) -> None:
         optimizer.inner_optimizer._hvd_alone = True
 
 
-def mark_reduced(sources: Iterable[Any]) -> None:
+def mark_reduced(sources: Iterable[Any], by_tape: bool = False) -> None:
     """Record that a reducer exchanges the gradients of these variables, and perhaps tensors."""
     global _has_updated
     _has_updated = True
-    reduced.add(*(source for source in sources if hasattr(source, "assign")))
+    variables = [source for source in sources if hasattr(source, "assign")]
+    reduced.add(*variables)
+    if by_tape:
+        _of_tapes.add(*variables)
+        for variable in variables:
+            shards.inner_variable(variable)._hvd_tape = None
+
+
+def forget_tapes(variables: Iterable[Any]) -> None:
+    """Forget which gradients distributed tapes have returned in eager code: they are applied."""
+    for noted in of_distributed.values():
+        noted.discard(*variables)
+
+
+def fit_has(variables: Sequence[Any]) -> bool:
+    """Whether ``fit`` runs, and compares these variables, as those of its model."""
+    model = in_fit.get()
+    if not hasattr(model, "variables") or not variables:
+        return bool(model)
+    number = shards.variable_id(variables[0])
+    return any(shards.variable_id(v) == number for v in model.variables)
 
 
 #: A warning about the last loss whose gradients must not be averaged, and the graph that it is in.
@@ -234,7 +282,8 @@ unaveraged: list[tuple[str, Any]] = []
 
 def warn_if_averaged(text: str) -> None:
     """Warn about a loss, if a reducer averages its gradients: in this graph, or in eager code."""
-    unaveraged[:] = [(text, graph())]
+    if not is_eager() or is_recording():
+        unaveraged[:] = [(text, graph())]
 
 
 def check_average() -> None:
@@ -255,18 +304,13 @@ def warn_of_empty_broadcast(process_set: ProcessSet) -> None:
     )
 
 
-def warn_of_changed(name: str, process_set: ProcessSet) -> None:
-    """Warn that a script changes gradients of each rank, perhaps by more than equal factors."""
-    tell(
-        f"{name}: gradients are changed before the mean over the ranks is taken. If the script "
-        "clips them, each rank does it by its own rows: use clipnorm, clipvalue or "
-        "global_clipnorm of the optimizer, which see the mean.",
-        process_set,
-    )
-
-
 def check_weights(
-    name: str, what: str, variables: Sequence[Any], requests: int, process_set: ProcessSet
+    name: str,
+    what: str,
+    variables: Sequence[Any],
+    requests: int,
+    process_set: ProcessSet,
+    trained: Iterable[Any] = (),
 ) -> bool:
     """Compare the ranks' initial weights, or other values.
 
@@ -279,6 +323,7 @@ def check_weights(
         what: the variables are, in words.
         variables: those that all ranks have and that were not compared before.
         requests: the number of requests per step for them.
+        trained: variables that will differ, too, which is then no news.
 
     Returns:
         False if the variables have no values yet: a ``tf.function`` initializes the variables that
@@ -294,18 +339,19 @@ def check_weights(
         "trains a different model. "
     )
     text += (
-        _ADD_THE_CALLBACK
+        ADD_THE_CALLBACK
         if in_fit.get()
         else "Add hvd.broadcast_variables(model.variables, root_rank=0), and the same for "
         "optimizer.variables, before the first step or right after it."
     )
+    told_alone.add(*trained)
     if is_error(parts=False) or (in_fit.get() and not first_steps_are_local):
         tell(text, process_set, parts=True)
     else:
         synchronized.discard(*variables)  # what was broadcast has changed since
-        _begun_apart.add(*variables)
+        begun_apart.add(*variables)
         # In a graph, the requests of later steps can be counted, not the steps.
-        last = count("requests") + requests * _STEPS_UNTIL_TOLD
+        last = count("requests") + requests * STEPS_UNTIL_TOLD
         _tell_later(
             text,
             process_set,
@@ -313,90 +359,6 @@ def check_weights(
             lambda: count("requests") >= last,
         )
     return True
-
-
-def check_values(values: Any, when: str) -> None:
-    """Compare the values of a model in ``fit``, or of a custom loop, which ``values.Values`` has.
-
-    ``when`` is "begun", "step" or "ended".
-    """
-    # In steps one request now and then; at the beginning and the end all ranks are here anyway.
-    reported = values.reported
-    if when != "step":
-        different = values.different(f"fit has {when}")  # all ranks wait for each other here
-    elif reported:
-        return
-    else:
-        different = values.different_after_step()
-    if when == "begun":
-        # Scripts whose first steps are local synchronize later: the first step compares then, and
-        # tells later. Otherwise it compares nothing again.
-        if different is not None and first_steps_are_local:
-            values.reported = True
-            return
-        synchronized.add(*values.variables)
-    values.reported = reported or different is not None  # as on all ranks
-    if reported or different is None or model_ranks.alone.get():
-        return
-    if any(
-        variable in _told_alone or (variable in _begun_apart and variable not in synchronized)
-        for variable in values.variables
-    ):
-        return
-    size, (what, odd) = values.process_set.size(), different
-    if when == "begun" and not values.is_broadcast:
-        text = (
-            f"the {size} ranks began to train with different weights ({what}), so each of "
-            f"them trains a different model. {_ADD_THE_CALLBACK}"
-        )
-    elif values.restarts and values.steps == 1:
-        text = (
-            f"the {size} ranks' values of {what} differ after hvd.join: a rank that has joined "
-            "misses the updates of the others. Give all ranks those of the last one: "
-            "last = int(hvd.join()), then hvd.broadcast_variables(model.variables, "
-            "root_rank=last), and the same for optimizer.variables."
-        )
-    else:
-        how = f"differ after {values.steps} steps of {values.loop}"
-        if values.equal_after or not values.restarts:
-            how += f", although they were equal after {values.equal_after}"
-        if when == "begun":
-            how = "differ before the first step, although BroadcastGlobalVariablesCallback is there"
-        who, same = "A callback, a train_step", "pass the same callbacks, "
-        if values.alone:
-            who = f"Not all ranks have the same callbacks ({values.alone}), or a callback"
-        if values.loop != "fit":
-            who, same = "The script, an optimizer with its own learning rate", ""
-        text = (
-            f"the {size} ranks' values of {what} {how}: the ranks train different models. "
-            f"{who} or a layer assigns values that depend on this rank's "
-            f"data, logs or random numbers. Assign the same on all ranks: {same}"
-            "average with hvd.allreduce what the values are computed from, or let one rank choose "
-            "them with hvd.broadcast. To add up gradients, use gradient_accumulation_steps of the "
-            "optimizer."
-        )
-        if odd:
-            text += (
-                f" Most ranks are equal, but not {odd}: if no code assigns values there alone, "
-                "memory or a processor there is faulty."
-            )
-    tell(text, values.process_set, parts=True)
-
-
-def check_rows(gathered: Sequence[Any], process_set: ProcessSet) -> None:
-    """Tell that all ranks train on the same rows, by what ``values.of_rows`` returned on each."""
-    # Equal hashes of the first rows; a rank without rows to compare has None.
-    first, *others = gathered
-    if first is None or any(theirs != first for theirs in others) or model_ranks.alone.get():
-        return
-    tell(
-        f"all {process_set.size()} ranks train on the same rows, so {process_set.size()} ranks do "
-        "the work of one. Give each rank its share: x = hvd.data.shard((x, y), batch_size=32), or "
-        "x = hvd.data.shard(dataset), and model.fit(x, ...). If a rank trains alone "
-        "on purpose, write: with hvd.local_fit(): ...",
-        process_set,
-        parts=True,
-    )
 
 
 def is_error(parts: bool) -> bool:
@@ -425,7 +387,7 @@ def tell(
         log.warn_once(text)
 
 
-_ADD_THE_CALLBACK = "Add hvd.callbacks.BroadcastGlobalVariablesCallback(0) to the callbacks of fit."
+ADD_THE_CALLBACK = "Add hvd.callbacks.BroadcastGlobalVariablesCallback(0) to the callbacks of fit."
 _ALLOWED = " (HVD_STRICT=0 makes this error a warning.)"
 _NO_VALUES = "no values"
 
@@ -454,29 +416,25 @@ def count(what: Literal["requests", "bytes"], kinds: Iterable[str] = _OF_GRADIEN
     return sum(int(counters[kind][what]) for kind in kinds if kind in counters)
 
 
-_by_reducers = 0  # how many bytes they have exchanged in eager code
+# How many bytes distributed optimizers and tapes have exchanged in eager code.
+_bytes = collections.Counter[str]()
+_in_update = contextvars.ContextVar("a distributed optimizer updates", default=False)
 
 
 @contextlib.contextmanager
-def of_reducer() -> Iterator[None]:
-    """A reducer exchanges gradients of its optimizer, and averages those of no other."""
-    global _by_reducers
+def exchange_by(who: Literal["optimizer", "tape"]) -> Iterator[None]:
+    """An optimizer exchanges and applies gradients, as others in it may; or a tape exchanges."""
     before = count("bytes") if is_eager() else 0
     try:
-        yield
+        with agree.within(_in_update, who == "optimizer"):
+            yield
     finally:
-        _by_reducers += count("bytes") - before if is_eager() else 0
+        _bytes[who] += count("bytes") - before if is_eager() else 0
 
 
-def has_reduced() -> bool:
-    """Whether the script has called ``allreduce``."""
-    from hvd_keras import ops
-
-    return ops.has_reduced()
-
-
-def _by_script() -> int:
-    return count("bytes") - _by_reducers
+def _by_script(tapes: bool = True) -> int:
+    """How many bytes others have, with those of tapes or without."""
+    return count("bytes") - _bytes["optimizer"] - (0 if tapes else _bytes["tape"])
 
 
 def _tell_later(

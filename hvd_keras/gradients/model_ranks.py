@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 from hvd_keras.gradients import shards
-from hvd_keras.runtime.keras import innermost, keras, optimizer_classes, overrides
+from hvd_keras.runtime.keras import innermost, is_legacy, keras, optimizer_classes, overrides
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.runtime.reductions import ReduceOp
 
@@ -30,6 +30,12 @@ class Reducer(Protocol):
 def reducer_of(optimizer: Any) -> Reducer | None:
     """The reducer of a distributed optimizer, also inside a LossScaleOptimizer; else None."""
     return getattr(innermost(optimizer), "_hvd_reducer", None)
+
+
+def reducer_within(optimizer: Any) -> Reducer | None:
+    """That of an optimizer, or else of one of its parts."""
+    found = _reducers([optimizer, *_parts_of(optimizer)])
+    return found[0] if found else None
 
 
 def is_sharded(optimizer: Any) -> bool:
@@ -54,15 +60,55 @@ def optimizers_of(model: Any, within: bool = False) -> list[Any]:
             # What compile has given a model within may be unused, and built on some ranks alone.
             found = _optimizers_in(vars(layer))
             optimizers += [one for one in found if one is not own or reducer_of(one)]
-    unique: dict[int, Any] = {}
-    several: Any = getattr(keras.optimizers, "MultiOptimizer", ())
-    for value in optimizers:
-        unique[id(value)] = value
-        if isinstance(value, several):
-            if not value.built and model.built:
-                value.build(model.trainable_variables)
-            unique.update({id(part): part for part in value.optimizers})
-    return list(unique.values())
+    for value in map(innermost, optimizers):
+        if isinstance(value, _several) and not value.built and model.built:
+            value.build(model.trainable_variables)
+    every = [one for value in optimizers for one in (value, *_parts_of(value))]
+    return list({id(one): one for one in every}.values())
+
+
+_several: Any = getattr(keras.optimizers, "MultiOptimizer", ())  # Keras has it from 3.15 on
+
+
+def refuse_distributed(optimizer: Any) -> None:
+    """Raise ValueError if an optimizer is distributed."""
+    if hasattr(optimizer, "_hvd_reducer"):
+        raise ValueError(
+            f"hvd.DistributedOptimizer: this {type(optimizer).__name__} is distributed already. "
+            "Wrap an optimizer once."
+        )
+
+
+def accumulate(optimizer: Any, passes: int) -> None:
+    """Let an optimizer update once for so many steps. Raises ValueError if it cannot."""
+    if not isinstance(passes, int) or passes < 1:
+        raise ValueError(f"backward_passes_per_step is {passes!r}, expected a positive integer.")
+    if passes == 1 or is_legacy:
+        return
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, _several):
+        why = f"a {kind} cannot add up gradients"
+    elif own := optimizer.gradient_accumulation_steps:
+        if own == passes:  # as a loaded one
+            return
+        why = f"this {kind} has gradient_accumulation_steps={own} already"
+    elif optimizer.built:
+        why = f"this {kind} is built already"
+    else:
+        optimizer.gradient_accumulation_steps = passes
+        optimizer._hvd_accumulates = True  # its configuration had none
+        return
+    raise ValueError(
+        f"backward_passes_per_step is {passes}, but {why}. Set gradient_accumulation_steps when "
+        "you make the optimizer or its parts, and leave backward_passes_per_step out: then Keras "
+        "applies the mean of the local steps, not their sum."
+    )
+
+
+def _parts_of(optimizer: Any) -> list[Any]:
+    """The parts of a ``MultiOptimizer``, also inside a LossScaleOptimizer."""
+    inner = innermost(optimizer)
+    return list(inner.optimizers) if isinstance(inner, _several) else []
 
 
 def _optimizers_in(value: Any, depth: int = 3) -> list[Any]:
@@ -145,6 +191,16 @@ local_variables = shards.VariableSet()
 
 #: Distributed optimizers of Keras 3.
 distributed: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def forget_local(model: Any) -> None:
+    """Forget which variables of a model an optimizer kept local that it has no longer."""
+    mine = reducers_of(model)
+    known = {number for reducer in mine for number in getattr(reducer, "local", ())}
+    for optimizer in distributed if mine else ():
+        for number, variable in optimizer._hvd_reducer.local.items():
+            if number not in known and any(variable is one for one in model.variables):
+                local_variables.discard(variable)
 
 
 def without_local(variables: Iterable[Any]) -> list[Any]:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
+from hvd_keras import ops
 from hvd_keras.gradients import missing_calls, shards
 from hvd_keras.runtime import agree, flight
 from hvd_keras.runtime.process_sets import ProcessSet
@@ -60,13 +61,12 @@ in_tape = contextvars.ContextVar("a distributed tape asks", default=False)
 targets: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("targets", default=None)
 #: Whether this step has called losses of ``compile``: fit weighs those that add up rows.
 has_compiled_loss = contextvars.ContextVar("the step has called compile's losses", default=False)
-# What distributed tapes have returned in graphs, and what TensorFlow has clipped of a function's
-# arguments: the names of tensors.
-_exchanged: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+# What distributed tapes have returned in graphs: the process sets, by the names of tensors. What
+# TensorFlow has clipped of a function's arguments.
+_exchanged: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
 _clipped: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-# Variables whose gradients tapes have returned in eager code since the last update: distributed
-# ones, and others.
-_of_distributed, _of_others = shards.VariableSet(), shards.VariableSet()
+# Variables whose gradients plain tapes have returned in eager code since the last update.
+_of_others = shards.VariableSet()
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -148,7 +148,7 @@ def check(
     """
     pairs = [pair for pair in zip(gradients, variables, strict=False) if pair[0] is not None]
     # What the script clips may be exchanged already, where that cannot be seen.
-    is_exchanged = any(v in missing_calls.reduced for _, v in pairs) or missing_calls.has_reduced()
+    is_exchanged = any(v in missing_calls.reduced for _, v in pairs) or ops.has_reduced()
     clipped = [] if is_exchanged else [one for one, _ in pairs if _is_clipped(one)]
     if tf.executing_eagerly():
         return (float("nan"),) * 2 if clipped else _factors_of(name, pairs)
@@ -204,17 +204,19 @@ def _tell(what: str, where: str, process_set: ProcessSet, advice: str = "") -> N
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def note_exchange(gradients: Sequence[Any], sources: Sequence[Any]) -> None:
+def note_exchange(
+    gradients: Sequence[Any], sources: Sequence[Any], process_set: ProcessSet
+) -> None:
     """Note what a distributed tape returns: a distributed optimizer does not reduce it again."""
     for gradient, source in zip(gradients, sources, strict=True):
         if gradient is None:
             continue
-        gradient._hvd_reduced = True
+        gradient._hvd_reduced = process_set.id()
         values = getattr(gradient, "values", gradient)
         if not tf.executing_eagerly():
-            _exchanged.setdefault(values.graph, set()).add(values.name)
+            _exchanged.setdefault(values.graph, {})[values.name] = process_set.id()
         elif hasattr(source, "assign"):
-            _of_distributed.add(source)
+            missing_calls.of_distributed[process_set.id()].add(source)
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -229,24 +231,28 @@ def were_exchanged(
     if not pairs:
         return False
     if not tf.executing_eagerly():
-        walk = _Walk(variables)
+        walk = _Walk(variables, process_set)
         found = all(walk.kind(one) == "exchanged" for one, _ in pairs) and not walk.is_doubtful
-    elif found := all(variable in _of_distributed for _, variable in pairs):
+    elif found := all(v in missing_calls.of_distributed[process_set.id()] for _, v in pairs):
         # All ranks come here, as all have called the tape; the script may do more on some of them.
-        is_same = all(hasattr(gradient, "_hvd_reduced") for gradient, _ in pairs)
+        is_same = all(getattr(g, "_hvd_reduced", None) == process_set.id() for g, _ in pairs)
         mine = is_same or not any(variable in _of_others for _, variable in pairs)
         found = all(agree.gather_json(f"{name} of tapes", mine, process_set))
     if tf.executing_eagerly():
-        for noted in (_of_distributed, _of_others):
-            noted.discard(*(variable for _, variable in pairs))
+        missing_calls.forget_tapes(v for _, v in pairs)
+        _of_others.discard(*(v for _, v in pairs))
     return found
 
 
 class _Walk:
     """Goes back from gradients in graphs, to what tapes have returned."""
 
-    def __init__(self, weights: Sequence[Any] = ()) -> None:
-        """``weights`` are known to be equal on all ranks."""
+    def __init__(self, weights: Sequence[Any] = (), process_set: ProcessSet | None = None) -> None:
+        """``weights`` are known to be equal on all ranks.
+
+        With a process set, what a tape of another one has returned is a gradient.
+        """
+        self._set = process_set and process_set.id()
         self.culprit: Any = None  # the op that changes a gradient
         self.is_doubtful = False  # what is taken to be equal on all ranks may not be
         known = [shards.inner_variable(w) for w in weights if hasattr(w, "assign")]
@@ -273,8 +279,8 @@ class _Walk:
         if not hasattr(tensor, "graph"):  # a value that the graph has captured
             return "equal"
         key = id(tensor.graph), tensor.name
-        if tensor.name in _exchanged.get(tensor.graph, ()):
-            return "exchanged"
+        if (of := _exchanged.get(tensor.graph, {}).get(tensor.name)) is not None:
+            return "exchanged" if self._set in (None, of) else "gradient"
         if tensor.name in missing_calls.of_tapes.get(tensor.graph, ()):
             return "gradient"
         if depth > _DEPTH:

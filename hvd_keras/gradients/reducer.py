@@ -107,7 +107,7 @@ class GradientReducer:
         if agree.is_building.get():
             return Step(self, None, gradients, variables)
         if rank_info.size() > 1:
-            missing_calls.mark_reduced(variables)
+            missing_calls.mark_reduced(variables, by_tape=self.optimizer is None)
         if self.process_set.size() == 1 or not gradients:
             return Step(self, None, self.options.densified(gradients), variables)
         # From here on, all ranks of the set take part.
@@ -136,7 +136,7 @@ class GradientReducer:
             if i not in divided and shards.variable_id(variable) not in local_ids
         ]
         plan = self._plan([variables[i] for i in shared], [gradients[i] for i in shared])
-        if not missing_calls.in_fit.get():  # which compares all itself
+        if not missing_calls.fit_has(variables):  # it compares all itself
             self._compare([variables[i] for i in shared if hasattr(variables[i], "assign")])
         # A rank that lacks a gradient, such as that of an unused branch, sends zeros.
         for i, kind, spec in zip(shared, plan.kinds, plan.specs, strict=True):
@@ -180,9 +180,10 @@ class GradientReducer:
             # Without values yet, a second trace of the function compares again.
             how = requests, self.process_set
             are_known = missing_calls.check_weights(self.name, "weights", new, *how)
-            if not self._agreed and not missing_calls.in_fit.get():
+            if not self._agreed and not missing_calls.fit_has(variables):
                 state = "learning rates, or other states of optimizers"
-                are_known &= missing_calls.check_weights(self.name, state, self.state(), *how)
+                given = self.name, state, self.state(), *how, variables
+                are_known &= missing_calls.check_weights(*given)
             if are_known:
                 self._agreed[mine] = specs
                 self._compared.add(*new)
@@ -427,7 +428,7 @@ class KerasReducer(GradientReducer):
                 shared = shards.without(variables)
                 shared = [v for v in shared if shards.variable_id(v) not in self.local]
             self._factors = origin.check(self.name, grads, variables, self.process_set, shared)
-        with missing_calls.of_reducer():
+        with missing_calls.exchange_by("optimizer"):
             step = self.begin(grads, variables)
             with replaced(self, "step", step):
                 yield step

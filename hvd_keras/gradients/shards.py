@@ -151,6 +151,10 @@ class VariableSet:
         return variable_id(variable) in self._variables
 
 
+#: While losses count by rows: how many times this rank's rows all ranks have, a variable.
+parts: contextvars.ContextVar[Any] = contextvars.ContextVar("parts of rows", default=None)
+
+
 def mark(variable: Any, shard: Shard) -> None:
     """Record that a variable is this rank's part of a table."""
     variable._hvd_shard = shard
@@ -182,7 +186,7 @@ def sharded_indices(
         if shard is None:
             continue
         path = getattr(variable, "path", variable.name)
-        if shard.process_set is not process_set:
+        if shard.process_set.id() != process_set.id():
             raise ValueError(
                 f"{name}: {path} is divided between {shard.process_set}, but {process_set} trains "
                 "it. Give both the same process_set."

@@ -5,11 +5,11 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from hvd_keras.gradients import specs
+from hvd_keras.gradients import missing_calls, model_ranks, specs
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import flatten, has_gpu, values_of
 from hvd_keras.runtime.process_sets import ProcessSet
@@ -42,6 +42,27 @@ def row_hashes(data: Any) -> list[int] | None:
         digest = agree.digest(head, digest)
         differ |= bool((head != head[:1]).any())
     return [rows, digest] if differ else None
+
+
+def check_rows(gathered: Sequence[Any], process_set: ProcessSet) -> None:
+    """Tell if each rank trains on another's rows, by what ``values.of_rows`` returned on each."""
+    # Equal hashes of the first rows; a rank without rows to compare has None.
+    groups: dict[Any, list[str]] = {}
+    for rank, rows in zip(process_set.ranks, map(tuple, filter(None, gathered)), strict=False):
+        groups.setdefault(rows, []).append(str(rank))
+    if None in gathered or model_ranks.alone.get() or min(map(len, groups.values())) == 1:
+        return
+    who = f"all {process_set.size()}"
+    if len(groups) > 1:
+        who = f"{', '.join(map(' and '.join, groups.values()))} of the"
+    missing_calls.tell(
+        f"{who} ranks train on the same rows, so {process_set.size()} ranks do the work of "
+        f"{len(groups)}. Give each rank its share: x = hvd.data.shard((x, y), batch_size=32), or "
+        "x = hvd.data.shard(dataset), and model.fit(x, ...). If a rank trains alone "
+        "on purpose, write: with hvd.local_fit(): ...",
+        process_set,
+        parts=True,
+    )
 
 
 class Values:
@@ -188,3 +209,69 @@ class Values:
             if done >= _BYTES:
                 break
         return digest & (2**53 - 1)  # travels as a float64
+
+    def check(self, when: Literal["begun", "step", "ended"]) -> None:
+        """Compare the ranks' values now, and tell how they differ."""
+        # In steps one request now and then; at the beginning and the end all ranks are here anyway.
+        reported = self.reported
+        if when != "step":
+            different = self.different(f"fit has {when}")  # all ranks wait for each other here
+        elif reported:
+            return
+        else:
+            different = self.different_after_step()
+        if when == "begun":
+            # Scripts whose first steps are local synchronize later: the first step compares
+            # then, and tells later. Otherwise it compares nothing again.
+            if different is not None and missing_calls.first_steps_are_local:
+                self.reported = True
+                return
+            missing_calls.synchronized.add(*self.variables)
+        self.reported = reported or different is not None  # as on all ranks
+        if reported or different is None or model_ranks.alone.get():
+            return
+        if any(
+            variable in missing_calls.told_alone
+            or (
+                variable in missing_calls.begun_apart and variable not in missing_calls.synchronized
+            )
+            for variable in self.variables
+        ):
+            return
+        size, (what, odd) = self.process_set.size(), different
+        if when == "begun" and not self.is_broadcast:
+            text = (
+                f"the {size} ranks began to train with different weights ({what}), so each of "
+                f"them trains a different model. {missing_calls.ADD_THE_CALLBACK}"
+            )
+        elif self.restarts and self.steps == 1:
+            text = (
+                f"the {size} ranks' values of {what} differ after hvd.join: a rank that has joined "
+                "misses the updates of the others. Give all ranks those of the last one: "
+                "last = int(hvd.join()), then hvd.broadcast_variables(model.variables, "
+                "root_rank=last), and the same for optimizer.variables."
+            )
+        else:
+            how = f"differ after {self.steps} steps of {self.loop}"
+            if self.equal_after or not self.restarts:
+                how += f", although they were equal after {self.equal_after}"
+            if when == "begun":
+                how = "differ before the first step, although there is a broadcast callback"
+            who, same = "A callback, a train_step", "pass the same callbacks, "
+            if self.alone:
+                who = f"Not all ranks have the same callbacks ({self.alone}), or a callback"
+            if self.loop != "fit":
+                who, same = "The script, an optimizer with its own learning rate", ""
+            text = (
+                f"the {size} ranks' values of {what} {how}: the ranks train different models. "
+                f"{who} or a layer assigns values that depend on this rank's data, logs or random "
+                f"numbers. Assign the same on all ranks: {same}average with hvd.allreduce what the "
+                "values are computed from, or let one rank choose them with hvd.broadcast. To add "
+                "up gradients, use gradient_accumulation_steps of the optimizer."
+            )
+            if odd:
+                text += (
+                    f" Most ranks are equal, but not {odd}: if no code assigns values there alone, "
+                    "memory or a processor there is faulty."
+                )
+        missing_calls.tell(text, self.process_set, parts=True)

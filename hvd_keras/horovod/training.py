@@ -22,7 +22,7 @@ from hvd_keras.horovod.collectives import in_order
 from hvd_keras.layers import model_files
 from hvd_keras.ops.reduction import Compression, Compressor
 from hvd_keras.runtime import process_sets
-from hvd_keras.runtime.keras import is_legacy, keras
+from hvd_keras.runtime.keras import innermost, is_legacy, keras
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
 _ARGUMENTS = inspect.signature(distributed.DistributedOptimizer)
@@ -33,9 +33,12 @@ _TAPE_ARGUMENTS = inspect.signature(distributed.DistributedGradientTape)
 def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N802
     """Distribute an optimizer as Horovod does: also one that is distributed already."""
     given = _ARGUMENTS.bind(optimizer, *args, **kwargs).arguments
-    if distributed.is_distributed(optimizer) and hasattr(optimizer, "from_config"):
-        # Horovod makes a new optimizer each time.
+    if distributed.is_distributed(innermost(optimizer)) and hasattr(optimizer, "from_config"):
+        # Horovod makes a new optimizer each time, and leaves its argument as it is.
+        has_set = hasattr(innermost(optimizer), "_hvd_accumulates")
         optimizer = type(optimizer).from_config(optimizer.get_config())
+        if has_set:
+            innermost(optimizer).gradient_accumulation_steps = None
     if not is_outside(given.get("process_set", global_process_set)):
         optimizer = distributed.DistributedOptimizer(optimizer, *args, **kwargs)
         if reducer := model_ranks.reducer_of(optimizer):
@@ -204,7 +207,7 @@ class DistributedGradientTape(distributed.DistributedGradientTape):
     ) -> Any:
         kwargs["output_gradients"] = output_gradients
         if self._alone:
-            missing_calls.mark_reduced(tf.nest.flatten(sources))
+            missing_calls.mark_reduced(tf.nest.flatten(sources), by_tape=True)
             return self._tape.gradient(target, sources, **kwargs)
         return super().gradient(target, sources, **kwargs)
 
@@ -250,10 +253,15 @@ def load_model(
     custom_objects: dict[str, Any] | None = None,
     compression: type[Compressor] = Compression.none,
     legacy_opts: bool = False,
+    **others: Any,
 ) -> Any:
-    """``hvd_keras.load_model``; needs no ``legacy_opts``: the file names the optimizer's class."""
+    """``hvd_keras.load_model``; needs no ``legacy_opts``: the file names the optimizer's class.
+
+    ``others`` are those that only ``hvd_keras.load_model`` has.
+    """
     del legacy_opts
-    model = model_files.load_model(filepath, custom_optimizers, custom_objects, compression)
+    objects = custom_optimizers, custom_objects
+    model = model_files.load_model(filepath, *objects, compression, **others)
     for reducer in model_ranks.reducers_of(model):
         reducer.averages_rows = False  # as DistributedOptimizer
     return model

@@ -365,7 +365,14 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
 
 def _times(ranks: int, regularizer: Any) -> Callable[[Any], Any]:
     """Scale a regularizer of a part so that the mean of the ranks' losses has the whole's."""
-    return lambda x: regularizer(x) * ranks
+
+    def times(x: Any) -> Any:
+        # Where losses count by rows, this one is divided by so much.
+        factor = shards.parts.get()
+        value = regularizer(x)
+        return value * (ranks if factor is None else tf.cast(factor, value.dtype))
+
+    return times
 
 
 def _with_shape(rows: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_keras import ops, optimizer
-from hvd_keras.gradients import model_ranks, shards
+from hvd_keras.gradients import missing_calls, model_ranks, shards
 from hvd_keras.layers.embedding import Embedding
 from hvd_keras.ops.reduction import Compression, Compressor
 from hvd_keras.runtime import agree, process_sets
@@ -96,13 +96,17 @@ def load_model(
     custom_objects: dict[str, Any] | None = None,
     compression: type[Compressor] = Compression.none,
     shard_state: bool = False,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    op: ops.ReduceOp = ops.Average,
 ) -> keras.Model:
     """``keras.models.load_model``, for training on all ranks.
 
     The optimizer of the file is wrapped in ``DistributedOptimizer`` and keeps its state, so
-    training continues where it was. Tables that were divided between ranks when ``hvd.save_model``
-    wrote the file are divided again, between any number of ranks; each reads its part. Such a file
-    has no optimizer: compile the model. Every rank reads the file.
+    training continues where it was, if it gets the same arguments, which no file has. Tables that
+    were divided between ranks when ``hvd.save_model`` wrote the file are divided again, between any
+    number of ranks; each reads its part. Such a file has no optimizer: compile the model. Every
+    rank reads the file.
 
     Args:
         filepath: a file that ``model.save`` or ``hvd.save_model`` has written, on one process or on
@@ -110,7 +114,10 @@ def load_model(
         custom_optimizers: optimizer classes of your own that the file may name.
         custom_objects: other classes and functions that the file may name; a function that makes
             an optimizer may call ``DistributedOptimizer`` itself.
-        compression, shard_state: as in ``DistributedOptimizer``.
+        compression, shard_state, op: as in ``DistributedOptimizer``.
+        backward_passes_per_step, average_aggregated_gradients: the same. If the optimizer has
+            ``gradient_accumulation_steps`` and both are left out, an update takes the mean of the
+            local steps, and the first rank warns.
 
     Returns:
         The model.
@@ -148,18 +155,31 @@ def load_model(
             "hvd.DistributedOptimizer."
         )
     if not optimizer.is_distributed(updates):
+        steps = getattr(updates, "gradient_accumulation_steps", None)
+        passes, averages = backward_passes_per_step, average_aggregated_gradients
+        if steps and not is_legacy and passes == 1 and not averages:
+            missing_calls.tell(
+                f"hvd.load_model: the optimizer of {filepath} has gradient_accumulation_steps="
+                f"{steps}, and an update takes the mean of these steps. If it was made with "
+                f"backward_passes_per_step={steps}, updates took their sum: give load_model that. "
+                "For the mean, give it average_aggregated_gradients=True.",
+                global_process_set,
+            )
+        arguments: dict[str, Any] = {"compression": compression, "op": op}
+        arguments["backward_passes_per_step"] = passes
+        arguments["average_aggregated_gradients"] = averages
         if shard_state:
-            _take_shares(model, compression)
+            _take_shares(model, arguments)
         else:
-            optimizer.DistributedOptimizer(model.optimizer, "", compression=compression)
+            optimizer.DistributedOptimizer(model.optimizer, "", **arguments)
     return model
 
 
-def _take_shares(model: Any, compression: type[Compressor]) -> None:
+def _take_shares(model: Any, arguments: dict[str, Any]) -> None:
     """Replace the optimizer of a model by one with a share of its state."""
     whole = model.optimizer
     share = optimizer.DistributedOptimizer(
-        type(whole).from_config(whole.get_config()), compression=compression, shard_state=True
+        type(whole).from_config(whole.get_config()), shard_state=True, **arguments
     )
     share.build(model.trainable_variables)
     for variable, value in zip(share.variables, whole.variables, strict=True):

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from hvd_keras.data.sources import Passes
-from hvd_keras.gradients import missing_calls, model_ranks
-from hvd_keras.gradients.values import Values, row_hashes
+from hvd_keras.gradients import model_ranks
+from hvd_keras.gradients.values import Values, check_rows, row_hashes
 from hvd_keras.runtime import agree, log, settings
 from hvd_keras.runtime.keras import keras, replaced, snapshot, summary
 from hvd_keras.runtime.process_sets import ProcessSet
@@ -289,19 +289,19 @@ class _AtTheEnd(_Internal):
         self.common.backend.build_step(self.common)  # callbacks may have frozen layers
         common = variables.in_common(self.model)
         self.common.values = Values(common, self.common.process_set, self.common.names)
-        missing_calls.check_values(self.common.values, "begun")
+        self.common.values.check("begun")
         if self.common.looks_at_data:
             self.common.backend.pass_first_batch(self.model, self._check_rows)
 
     def _check_rows(self, batch: Any) -> None:
         gathered = agree.gather_json("first rows", row_hashes(batch), self.common.process_set)
-        missing_calls.check_rows(gathered, self.common.process_set)
+        check_rows(gathered, self.common.process_set)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if self.model.stop_training and batch + 1 < (self.params.get("steps") or 0):
             self._stopped = f"a callback of this rank has set stop_training in batch {batch + 1}"
         if self.common.values is not None and self._sync is None:
-            missing_calls.check_values(self.common.values, "step")
+            self.common.values.check("step")
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """End the training of all ranks after the same epoch."""

@@ -213,19 +213,30 @@ def apply_scaled(
         apply(scaled, step.finish(), trainable_variables)
 
 
+def _set_behind_tape(optimizer: Any) -> ProcessSet | None:
+    """The ranks that a distributed tape gives different gradients: of parts of tables, or local."""
+    weights = [] if model_ranks.alone.get() else optimizer._trainable_variables
+    if shard := next(filter(None, map(shards.of, weights)), None):
+        return shard.process_set
+    return global_process_set if any(v in model_ranks.local_variables for v in weights) else None
+
+
 def check_finite(local_check: Callable[..., Any], scaled: Any, grads: Sequence[Any]) -> Any:
     """Replace ``LossScaleOptimizer.check_finite``: true if all ranks' gradients are finite."""
     finite = local_check(scaled, grads)
-    own: Any = model_ranks.reducer_of(scaled)
-    if own is None or own.process_set.size() == 1 or agree.is_building.get():
+    own: Any = model_ranks.reducer_within(scaled)
+    if not rank_info.is_initialized() or agree.is_building.get():
         return finite
-    step = own.step
+    process_set = own.process_set if own else _set_behind_tape(scaled.inner_optimizer)
+    if process_set is None or process_set.size() == 1:
+        return finite
+    step = getattr(own, "step", None)
     if step is not None and not own.is_sharded and not step.divided and step.local is None:
         return finite  # all ranks have the same gradients now
     (everywhere,) = ops.reduce_tensors(
         [tf.cast(finite, tf.bool)],
         op=ops.Min,
-        name=f"{own.name} gradients are finite",
-        process_set=own.process_set,
+        name=f"{own.name if own else 'tape'} gradients are finite",
+        process_set=process_set,
     )
     return everywhere

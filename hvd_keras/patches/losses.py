@@ -16,7 +16,6 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import itertools
 import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -26,7 +25,7 @@ import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
 
 from hvd_keras import ops
-from hvd_keras.gradients import agreement, missing_calls, origin, specs
+from hvd_keras.gradients import agreement, missing_calls, origin, shards, specs
 from hvd_keras.patches import divided_losses
 from hvd_keras.patches.divided_losses import name_of
 from hvd_keras.runtime import agree, rank_info
@@ -111,8 +110,8 @@ def weighed(
 ) -> AbstractContextManager[None]:
     """Weigh the losses of a model's steps: of ``method``, train_step or test_step."""
     one_step = getattr(model, method)
+    one_step = getattr(one_step, "_hvd_alone", one_step)  # a fit may run within another one
     is_together = _number("validates_together", tf.bool) if method == "test_step" else None
-    number = itertools.count(1)
 
     @functools.cache
     def apart(function: Any) -> Any:
@@ -134,7 +133,7 @@ def weighed(
                 stack.enter_context(replaced(metric, "update_state", log))
             stack.enter_context(agree.within(weighing, own))
             stack.enter_context(agree.within(origin.has_compiled_loss, False))
-            stack.enter_context(agreement.in_step_of_fit(next(number)))
+            stack.enter_context(agreement.in_step_of_fit(fit_state.next_number()))
             stack.callback(missing_calls.unaveraged.clear)
             for layer in () if is_legacy else model._flatten_layers():
                 local = getattr(layer, "activity_regularizer", None)
@@ -158,6 +157,7 @@ def weighed(
             _tell_what_counts_by_rank(own)
         return result
 
+    step._hvd_alone = one_step  # type: ignore[attr-defined]
     return replaced(model, method, step)
 
 
@@ -169,7 +169,7 @@ def _compute_loss(own: Weighing, compute_loss: Any, *args: Any, **kwargs: Any) -
         return compute_loss(*args, **kwargs)
     parts = _number("parts", tf.float64)
     parts.assign(own.parts_of(rows))
-    with replaced(own, "parts", parts):
+    with replaced(own, "parts", parts), agree.within(shards.parts, parts):
         value = compute_loss(*args, **kwargs)
     own.has_total = own.has_total or False
 

@@ -33,7 +33,7 @@ def fit(
     """Replace ``keras.Model.fit``."""
     signature = _signature(fit_alone)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(agree.within(missing_calls.in_fit, True))
+        stack.enter_context(agree.within(missing_calls.in_fit, model))
         if not rank_info.is_initialized():
             return fit_alone(model, *args, **kwargs)
         try:
@@ -43,16 +43,22 @@ def fit(
         _adapt(bound.arguments, backend)
         callbacks = flat(bound.arguments.get("callbacks"))
         defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
+        if running(model):
+            stack.callback(_count_again, model, model in fit_state.counting_rows)
         own = _begun(backend, model, callbacks, defaults | bound.arguments)
         is_alone = own is None and bool(_process_set(model, callbacks) or model_ranks.alone.get())
         stack.enter_context(agree.within(model_ranks.fits_alone, is_alone))
+        known = own is not None or is_alone
+        stack.enter_context(agree.within(missing_calls.fit_is_known, known))
         if model.built:  # an earlier optimizer or tape may have reduced gradients
             missing_calls.reduced.discard(*model.trainable_variables)
         if bound.arguments.get("class_weight") is not None:
             backend.weigh_classes(bound.arguments)
+        several = own is not None and own.process_set.size() > 1
+        if rank_info.size() > 1 and not running(model):
+            _keep_for(stack, model, "train_step", f"{several} {known} {_can_weigh(model)}")
         stack.enter_context(agree.within(fit_state.current, own))
         stack.callback(background.wait)  # at the end, also by an exception, files are written
-        several = own is not None and own.process_set.size() > 1
         # From here on the stack undoes what this fit changes in the model and its callbacks.
         # Unchanged order otherwise. A checkpoint has what all other callbacks have changed.
         runs = sorted(callbacks, key=lambda one: getattr(one, "_hvd_runs_last", False))
@@ -79,6 +85,13 @@ def fit(
         return history
 
 
+def _count_again(model: Any, counts: bool) -> None:
+    """Let a ``fit`` in which another one has run weigh losses as before."""
+    if counts != (model in fit_state.counting_rows):
+        (fit_state.counting_rows.add if counts else fit_state.counting_rows.discard)(model)
+        fit_state.trace_anew(model)
+
+
 def _adapt(arguments: dict[str, Any], backend: Backend) -> None:
     """Change arguments of ``fit`` whose defaults are for arrays, if x is of ``hvd.data.shard``."""
     if not backend.passes_of(arguments.get("x")):
@@ -90,6 +103,21 @@ def _adapt(arguments: dict[str, Any], backend: Backend) -> None:
             "part. Split the source: hvd.data.shard((x[:n], y[:n]), …) for training, and "
             "validation_data=hvd.data.shard((x[n:], y[n:]), …, shuffle=False)."
         )
+
+
+def _keep_for(stack: contextlib.ExitStack, model: Any, method: str, purpose: str) -> None:
+    """Let Keras make the function of a step anew, unless it was made for the same purpose.
+
+    One made elsewhere, such as for ``train_on_batch``, weighs no losses.
+    """
+    function = method.replace("step", "function")
+    if getattr(getattr(model, function, None), "_hvd_for", None) != purpose:
+        setattr(model, function, None)
+
+    @stack.callback
+    def mark() -> None:
+        if (made := getattr(model, function, None)) is not None:
+            made._hvd_for = purpose
 
 
 def _weigh(
@@ -112,8 +140,14 @@ def _begun(
 ) -> Fit | None:
     """Return the ``fit`` that begins; None if this rank trains the model alone."""
     process_set = _process_set(model, callbacks)
+    model_ranks.forget_local(model)
     # On one rank, only a callback that restores a checkpoint needs the variables so early.
     early = any(getattr(callback, "_hvd_needs_variables", False) for callback in callbacks)
+    if not backend.repeated(arguments["x"]):  # as an earlier fit's data were
+        for passes in backend.passes_of(arguments["x"]):
+            passes.begin_fit(repeated=False)
+    if process_set is not None and process_set.size() == 1:
+        sources.check_sets([_sets(backend, callbacks, arguments)], process_set)
     if process_set is not None:
         backend.synchronize(model, model_ranks.step_set_of(model) or process_set)
     if process_set is None or (process_set.size() == 1 and not early):
@@ -122,6 +156,22 @@ def _begun(
         backend.check(model)
         keras_callbacks.refuse(callbacks, model, process_set)
     return Fit(model, callbacks, arguments, process_set, backend)
+
+
+def _sets(backend: Backend, callbacks: list[Any], arguments: dict[str, Any]) -> list[str]:
+    """The ranks that the data of a ``fit`` are divided among, those of each rank alone aside."""
+    averages = keras_callbacks.averages(callbacks)
+    given = (arguments["x"], arguments["validation_data"] if averages else None)
+    return sources.sets_of([passes for data in given for passes in backend.passes_of(data)])
+
+
+def _is_shared(backend: Backend, x: Any, validation_data: Any) -> bool:
+    """Whether what a prefetch begins of one of two data changes the order of the other."""
+    repeats = backend.repeats(x) or backend.repeats(validation_data)
+    both = [backend.passes_of(data) for data in (x, validation_data)]
+    return bool(repeats) and any(
+        one.source.is_shuffled and one is other for one in both[0] for other in both[1]
+    )
 
 
 def _end(own: Fit) -> None:
@@ -134,7 +184,7 @@ def _end(own: Fit) -> None:
     if own.values is None:  # no epoch has begun
         agree.gather_json("fit has ended", None, own.process_set)
     else:
-        missing_calls.check_values(own.values, "ended")
+        own.values.check("ended")
     others = variables.unlisted(own.model._flatten_layers())
     mine = {name: agree.digest(values_of(one)) for name, one in others.items()}
     gathered = agree.gather_json("other variables", mine, own.process_set)
@@ -164,6 +214,9 @@ def evaluate(
             given = signature.bind(model, *args, **kwargs).arguments.get("callbacks")
     if not rank_info.is_initialized() or (is_predict and given is None):
         return evaluate_alone(model, *args, **kwargs)
+    if fit_state.validation.get() is not None:  # a callback of that calls this one
+        with _apart():
+            return evaluate(backend, evaluate_alone, model, *args, **kwargs)
     callbacks, in_fit = flat(given), hasattr(given, "callbacks")
     process_set = _process_set(model, callbacks)
     if process_set is None or process_set.size() == 1:
@@ -182,10 +235,23 @@ def evaluate(
                 stack.enter_context(callback.of_evaluate(model))
         if is_predict or not is_eager():
             return evaluate_alone(model, *args, **kwargs)
+        _keep_for(stack, model, "test_step", "weighed")
         _weigh(stack, backend, model, process_set, "test_step")
         if validates:
             stack.enter_context(_validating(backend, model, process_set, in_fit))
         return evaluate_alone(model, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    """Evaluate within another ``evaluate``, perhaps on one rank alone."""
+    outer: Any = fit_state.validation.get()
+    outer.backend.validate_together(False)
+    try:
+        with agree.within(fit_state.validation, None), agree.within(fit_state.is_apart, True):
+            yield
+    finally:
+        outer.backend.validate_together(outer.is_together)
 
 
 def _check_padding(every: list[sources.Passes], process_set: ProcessSet) -> None:
@@ -211,7 +277,7 @@ def _validating(
     with agree.within(fit_state.validation, own):
         handler = getattr(model, "_eval_data_handler", None)  # tf_keras made it in fit
         if in_fit and handler is not None:
-            _validate(own, handler.inferred_steps)
+            _validate(own, handler.inferred_steps, handler._dataset)
         try:
             yield
         finally:
@@ -225,10 +291,14 @@ def _validating(
             )
 
 
-def _validate(own: fit_state.Validation, steps: int | None) -> None:
+def _validate(own: fit_state.Validation, steps: int | None, dataset: Any) -> None:
     """Weigh the ranks' losses in validation, if each of their steps is one of all."""
-    gathered = agree.gather_json("steps of validation", steps, own.process_set)
-    own.is_together = steps is not None and len(set(gathered)) == 1
+    passes, process_set = own.backend.passes_of(dataset), own.process_set
+    mine = steps, sources.begun(passes), sources.sets_of(passes)
+    gathered = agree.gather_json("steps of validation", mine, process_set)
+    sources.check_sets([sets for _, _, sets in gathered], process_set)
+    sources.check_passes(passes, [begun for _, begun, _ in gathered], "data", process_set)
+    own.is_together = steps is not None and len({theirs for theirs, _, _ in gathered}) == 1
     own.backend.validate_together(own.is_together)
 
 
@@ -241,11 +311,15 @@ def before_callbacks(model: Any, dataset: Any, steps: int | None, iterator: Any 
             own.unbuilt = _why_unbuilt(own) or ""
         else:
             _agree(own, dataset, steps)
-            repeats = own.backend.repeats(dataset)
-            sources.check_passes(own.backend.passes_of(dataset), repeats, own.process_set)
     validation = fit_state.validation.get()
     if validation is not None and validation.model is model:
-        _validate(validation, steps)
+        # PyTorch gives what fit trains on.
+        dataset = getattr(getattr(iterator, "data_adapter", None), "_dataloader", dataset)
+        begins = getattr(iterator, "_current_iterator", None) is None
+        if hasattr(iterator, "reset"):  # Keras before 3.8 goes on where it was
+            iterator._current_iterator = None  # whose prefetch may begin more passes
+            begins = True
+        _validate(validation, steps, dataset if begins else None)
 
 
 def set_params(of_keras: Callable[..., None], bar: Any, params: Any) -> None:
@@ -308,6 +382,9 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
         "sizes": sizes,
         "rows": rows,
         "caches": own.caches,
+        "sets": _sets(own.backend, own.callbacks, given),
+        "passes": sources.begun(own.backend.passes_of(dataset)),
+        "validates on x": _is_shared(own.backend, dataset, given["validation_data"]),
         "looks at data": not is_arrays and rows is None and own.backend.can_look_at(dataset),
         # After which epochs the ranks validate together.
         "validates every": repr(given["validation_freq"]) if validates else None,
@@ -318,6 +395,12 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
     gathered = agree.gather_json("fit", mine, process_set)
     own.unbuilt = agree.by_rank([theirs["unbuilt"] for theirs in gathered], process_set)
     own.agree(gathered)
+    sources.check_sets([theirs["sets"] for theirs in gathered], process_set)
+    if any(theirs["validates on x"] for theirs in gathered):
+        raise ValueError(
+            "x and validation_data are made of one hvd.data.shard, and repeat, so validation would "
+            "take passes from training. Call hvd.data.shard once more for validation_data."
+        )
     caches = [tuple(one) for theirs in gathered for one in theirs["caches"]]
     if shared := {name for host, name in caches if caches.count((host, name)) > 1}:
         raise ValueError(
@@ -354,7 +437,9 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
     # Otherwise steps may divide by their own numbers of rows.
     if None in of_ranks or all(sizes == of_ranks[0] for sizes in of_ranks):
         _check_constants(own.constants, process_set)
-    missing_calls.check_rows([theirs["rows"] for theirs in gathered], process_set)
+    values.check_rows([theirs["rows"] for theirs in gathered], process_set)
+    passes, begun = own.backend.passes_of(dataset), [theirs["passes"] for theirs in gathered]
+    sources.check_passes(passes, begun, "data", process_set)
 
 
 def _check_constants(mine: Any, process_set: ProcessSet) -> None:
@@ -379,11 +464,18 @@ def _check_constants(mine: Any, process_set: ProcessSet) -> None:
 
 def _process_set(model: Any, callbacks: list[Any]) -> ProcessSet | None:
     process_set = model_ranks.process_set_of(model)
-    if process_set is None and not model_ranks.alone.get():
-        # A train_step with hvd.DistributedGradientTape is recognised by callbacks of hvd_keras.
-        for callback in callbacks:
-            process_set = getattr(callback, "_hvd_process_set", process_set)
-    return process_set
+    if process_set is not None or model_ranks.alone.get():
+        return process_set
+    # A train_step with hvd.DistributedGradientTape is recognised by callbacks of hvd_keras.
+    given = [getattr(callback, "_hvd_process_set", None) for callback in callbacks]
+    sets: dict[Any, ProcessSet] = {one.process_set_id: one for one in given if one is not None}
+    everyone = sets.pop(0, None)  # by default
+    if len(sets) > 1:
+        raise ValueError(
+            f"the callbacks of model {model.name!r} have different process sets: "
+            f"{', '.join(map(str, sets.values()))}. Give them that of hvd.DistributedGradientTape."
+        )
+    return next(iter(sets.values()), everyone)
 
 
 def flat(callbacks: Any) -> list[Any]:

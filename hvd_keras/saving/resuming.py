@@ -8,6 +8,7 @@ import collections
 import functools
 import os
 import pathlib
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,34 @@ def metric_variables(model: Any) -> list[Any]:
     """Return the variables of a model's metrics."""
     found = {id(v): v for metric in model.metrics for v in metric.variables}
     return list(found.values())
+
+
+def metrics_of(model: Any) -> list[Any]:
+    """Return a model's metrics, and those of ``compile`` one by one."""
+    container: Any = getattr(model, "_compile_metrics", None)
+    parts = [one.metrics if one is container else [one] for one in model.metrics]
+    return [metric for part in parts for metric in part]
+
+
+def check_metrics(model: Any, values: list[Any], no_sums: Sequence[str]) -> list[Any]:
+    """Return values for a model's metrics; warn and return none if they do not fit.
+
+    ``no_sums``: the classes that have none for another number of ranks.
+    """
+    if [tuple(v.shape) for v in metric_variables(model)] != [value.shape for value in values]:
+        why = "the metrics are not those that the checkpoint has"
+    elif no_sums:
+        why = (
+            "the number of ranks has changed, and the state of "
+            f"{', '.join(dict.fromkeys(no_sums))} is not known to be a sum over samples"
+        )
+    else:
+        return values
+    warnings.warn(
+        f"Checkpoint: {why}, so the metrics of this epoch are those of its remaining batches.",
+        stacklevel=5,
+    )
+    return []
 
 
 def _stateful(callbacks: Sequence[Any]) -> Iterator[tuple[str, str, Any]]:

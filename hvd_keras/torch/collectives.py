@@ -74,6 +74,15 @@ class Exchange:
 
     def __init__(self, kind: str, tensors: Tensors, outputs: Tensors = (), **call: Any) -> None:
         self._inputs = [tensor.detach() for tensor in tensors]
+        self._dtypes = [tensor.dtype for tensor in self._inputs]
+        # The core rounds what MPI adds up; NCCL, and these, get what is rounded.
+        is_exact = kind == "reducescatter" or call.get("reduction") == Adasum.value
+        if "wire" in call and (is_exact or self._inputs[0].is_cuda):
+            wire = getattr(torch, call.pop("wire"))
+            are_wide = [t.is_floating_point() and t.itemsize > wire.itemsize for t in self._inputs]
+            pairs = zip(self._inputs, are_wide, strict=True)
+            self._inputs = [t.to(wire) if is_wide else t for t, is_wide in pairs]
+            outputs = () if any(are_wide) else outputs
         if kind in ("allreduce", "broadcast") and not outputs:
             outputs = list(map(torch.empty_like, self._inputs))
         self._results = dict(enumerate(outputs))
@@ -106,7 +115,7 @@ class Exchange:
         if self._stream is not None:  # another one may be current now
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         self._request.release()
-        return [self._results[i] for i in range(len(self._inputs))]
+        return [self._results[i].to(dtype) for i, dtype in enumerate(self._dtypes)]
 
 
 class Compression:

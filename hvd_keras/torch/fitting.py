@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvd_keras.data.sources import Passes
 from hvd_keras.gradients import missing_calls
-from hvd_keras.gradients.model_ranks import process_set_of, reducer_of, reducers_of
+from hvd_keras.gradients.model_ranks import process_set_of, reducer_of, reducer_within, reducers_of
 from hvd_keras.patches import patched_fit
 from hvd_keras.runtime import agree, rank_info
 from hvd_keras.runtime.keras import replace, require
@@ -75,13 +75,12 @@ def _apply_scaled(
 
 def _check_finite(local_check: Callable[..., Any], scaled: Any, grads: Any) -> Any:
     """All ranks skip a step, or none, also where they accumulate gradients."""
-    finite, reducer = local_check(scaled, grads), reducer_of(scaled)
-    accumulates = scaled.inner_optimizer.gradient_accumulation_steps
-    if reducer is None or reducer.process_set.size() == 1 or not accumulates:
+    finite, reducer = local_check(scaled, grads), reducer_within(scaled)
+    is_exchanged = reducer_of(scaled) and not scaled.inner_optimizer.gradient_accumulation_steps
+    if reducer is None or reducer.process_set.size() == 1 or is_exchanged:
         return finite
     call: dict[str, Any] = {"process_set": reducer.process_set.id(), "reduction": "Min"}
-    mine = np.array([bool(finite)])
-    (everywhere,) = agree.run("allreduce", [mine], name="gradients are finite", **call)
+    (everywhere,) = agree.run("allreduce", [np.array([bool(finite)])], name="all finite", **call)
     return torch.tensor(bool(everywhere[0]))
 
 

@@ -12,6 +12,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_keras.gradients import missing_calls, specs
+from hvd_keras.gradients.model_ranks import accumulate, refuse_distributed
 from hvd_keras.gradients.values import Values
 from hvd_keras.runtime import agree, rank_info
 from hvd_keras.runtime.keras import innermost, overrides, replaced
@@ -63,24 +64,11 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             "such as keras.optimizers.Adam(); one of torch.optim trains no Keras model in fit."
         )
     outermost, optimizer = optimizer, innermost(optimizer)
-    if hasattr(optimizer, "_hvd_reducer"):
-        raise ValueError(
-            f"hvd.DistributedOptimizer: this {type(optimizer).__name__} is distributed already. "
-            "Wrap an optimizer once."
-        )
+    refuse_distributed(optimizer)
     process_set.check_included("DistributedOptimizer")
     check_of_gradients(op, gradient_predivide_factor)
     check_compression(compression)
-    passes = backward_passes_per_step
-    if not isinstance(passes, int) or passes < 1:
-        raise ValueError(f"backward_passes_per_step is {passes!r}, expected a positive integer.")
-    if passes > 1:
-        if optimizer.gradient_accumulation_steps or optimizer.built:
-            raise ValueError(
-                f"backward_passes_per_step is {passes}, but this {type(optimizer).__name__} is "
-                "built or accumulates already. Set gradient_accumulation_steps when you make it."
-            )
-        optimizer.gradient_accumulation_steps = passes
+    accumulate(optimizer, passes := backward_passes_per_step)
     factor = gradient_predivide_factor
     call: dict[str, Any] = {"reduction": op.value, "wire": compression}
     call |= {"process_set": process_set.id(), "prescale": 1 / factor, "postscale": factor}
@@ -256,12 +244,14 @@ class Reducer:
         optimizer.apply = self._apply
         optimizer._clip_gradients = self._clip_gradients
 
+    @missing_calls.exchange_by("optimizer")
     def _apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """Replace ``Optimizer.apply``, which every step calls."""
         if self.process_set.size() > 1 and not self._is_reduced:
             grads = self._reduced(grads, trainable_variables)
         type(self._optimizer).apply(self._optimizer, grads, trainable_variables)
 
+    @missing_calls.exchange_by("optimizer")
     def apply_scaled(
         self, apply: Callable[..., None], grads: Sequence[Any], variables: Any = None
     ) -> None:
@@ -273,7 +263,6 @@ class Reducer:
         with replaced(self, "_is_reduced", True):
             apply(grads, variables)
 
-    @missing_calls.of_reducer()
     def _reduced(self, grads: Sequence[Any], given: Sequence[Any] | None) -> list[Any]:
         """Exchange the gradients of a step, unless the optimizer accumulates them."""
         shown: Any = self._optimizer._trainable_variables if given is None else given
@@ -302,7 +291,11 @@ class Reducer:
         for i in np.flatnonzero(exist & (mine[:-4] == 0)):  # such as that of an unused branch
             gradients[i] = torch.zeros_like(shown[i].value)
         if are_changed:
-            missing_calls.warn_of_changed(self.name, self.process_set)
+            missing_calls.tell(
+                f"{self.name}: gradients are changed before the mean over the ranks is taken. To "
+                "clip it, use clipnorm, clipvalue or global_clipnorm of the optimizer.",
+                self.process_set,
+            )
         if ahead is not None and differ and not self.accumulates:
             # The script changes gradients, or computes them in several parts.
             ahead.drain()
@@ -332,7 +325,7 @@ class Reducer:
         numbers = tuple(map(id, shown))
         if numbers in self._compared:  # the optimizer keeps its variables
             if not missing_calls.in_fit.get():
-                missing_calls.check_values(self._compared[numbers], "step")
+                self._compared[numbers].check("step")
             return False
         specs.check_specs(self.name, list(map(specs.spec_of, shown)), self.process_set)
         described = specs.describe_optimizer(self._optimizer)

@@ -2,8 +2,9 @@
 
 import contextvars
 import dataclasses
+import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -100,6 +101,8 @@ class Fit:
     validates: bool = False  # all ranks validate after the same epochs, and average their metrics
     values: Values | None = None  # of the model, to be compared
     restored: bool = False  # it began with a checkpoint, which nothing may overwrite
+    # The next step's, or trace's: the same on all ranks.
+    numbers: Iterator[int] = dataclasses.field(default_factory=lambda: itertools.count(1))
 
     def agree(self, gathered: Sequence[dict[str, Any]]) -> None:
         """Learn from what ``describe`` returned on all ranks."""
@@ -132,6 +135,8 @@ class Validation:
 validation: contextvars.ContextVar[Validation | None] = contextvars.ContextVar(
     "validation", default=None
 )
+#: Whether an ``evaluate`` runs within another one.
+is_apart = contextvars.ContextVar("evaluate within another", default=False)
 #: Models whose validation needs the numbers of all ranks.
 weighed: weakref.WeakSet[Any] = weakref.WeakSet()
 #: Models whose ranks' batches may have different numbers of rows, which training counts.
@@ -142,6 +147,23 @@ def running(model: Any) -> Fit | None:
     """The ``fit`` that trains a model now; None if there is none, or this rank trains it alone."""
     own = current.get()
     return own if own is not None and own.model is model else None
+
+
+def next_number() -> int:
+    """The number of the next step, or trace of one, of the ``fit`` that runs."""
+    own = current.get()
+    return next(_numbers if own is None else own.numbers)
+
+
+_numbers = itertools.count(1)
+
+
+def trace_anew(model: Any) -> None:
+    """Let a model's next step be traced anew, within ``fit``, too."""
+    model.train_function = None
+    made = model.make_train_function()
+    if made is not None:  # tf_keras
+        model.train_function = made
 
 
 def step() -> int:

@@ -16,6 +16,7 @@ from hvd_keras.gradients import missing_calls
 from hvd_keras.runtime import agree, objects, process_sets, rank_info
 from hvd_keras.runtime.keras import is_symbolic, keras, outside_graphs, require
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
+from hvd_keras.training import fit_state
 
 # Arguments of preprocessing layers that a script may compute from its data.
 _ARGUMENTS = {
@@ -28,9 +29,12 @@ _ARGUMENTS = {
 }
 
 
-def refresh(model: Any) -> None:
-    """Recompute what a model's layers have derived from their variables, which have changed."""
-    changed = False
+def refresh(model: Any, process_set: ProcessSet) -> None:
+    """Recompute what a model's layers have derived from their variables, which have changed.
+
+    All ranks of the set call it, and trace their steps anew if any has other values.
+    """
+    changed = has_any = False
     for layer in _flat(model._flatten_layers()):
         before = derived(layer)
         with outside_graphs():  # constants of a graph would be no values
@@ -38,14 +42,14 @@ def refresh(model: Any) -> None:
                 layer.finalize_state()
             elif hasattr(layer, "idf_weights"):
                 layer.idf_weights_const = layer.idf_weights.value()
+            else:
+                continue
+        has_any = True
         changed |= any(map(_differ, before, derived(layer)))
-    if not changed:
-        return
-    # Functions that were traced before hold the old values as constants.
-    model.test_function = model.predict_function = model.train_function = None
-    made = model.make_train_function()
-    if made is not None:  # tf_keras
-        model.train_function = made
+    if has_any and any(agree.gather_json("preprocessing has changed", changed, process_set)):
+        # Functions that were traced before hold the old values as constants.
+        model.test_function = model.predict_function = None
+        fit_state.trace_anew(model)
 
 
 def check_equal_on_all_ranks(

@@ -105,8 +105,8 @@ class Rounds:
         if fit is None or self not in model_ranks.rounds_of(fit.model):
             raise RuntimeError(
                 "hvd.DistributedOptimizer: sync_every needs the fit of a model that has this "
-                f"{type(self.optimizer).__name__} in compile or in an attribute. In a custom loop, "
-                "leave it out, or average the weights with hvd.allreduce."
+                f"{type(self.optimizer).__name__} in compile or in an attribute. In a custom loop "
+                "leave it out, or average weights by hvd.allreduce, within hvd.local_fit()."
             )
         if any(hasattr(gradient, "_hvd_reduced") for gradient in gradients):
             raise ValueError(

@@ -247,6 +247,17 @@ def test_evaluate_with_the_callback_returns_all_ranks_metrics() -> None:
     hvd.allreduce([1.0])
 
 
+def test_evaluate_in_an_epoch_leaves_its_metrics_alone() -> None:
+    train, val = binary(training_data), binary(validation_data)
+    model, average = make_model(metrics=["accuracy"]), averaged()
+    evaluate = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda *_: model.evaluate(*train(RANK)[:2], verbose=0, callbacks=average)
+    )
+    logs = fit(model, train(RANK)[:2], val(RANK)[:2], [*average, evaluate])
+    alone = make_model(distributed=False, metrics=["accuracy"])
+    assert_equal(logs, fit(alone, of_all_ranks(train)[:2], of_all_ranks(val)[:2]))
+
+
 def test_evaluate_that_breaks_off_leaves_later_ones_alone() -> None:
     class BreakOff(keras.callbacks.Callback):
         def on_test_batch_end(self, batch, logs=None):

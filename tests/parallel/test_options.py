@@ -296,7 +296,7 @@ def test_impossible_options(options: dict, text: str) -> None:
 def test_backward_passes_beside_keras_accumulation() -> None:
     with pytest.raises(ValueError, match="gradient_accumulation_steps=2 already"):
         hvd.DistributedOptimizer(
-            optimizers.SGD(gradient_accumulation_steps=2), backward_passes_per_step=2
+            optimizers.SGD(gradient_accumulation_steps=2), backward_passes_per_step=3
         )
 
 

@@ -12,7 +12,7 @@ import hvd_keras as hvd
 from hvd_keras.gradients import shards
 from hvd_keras.runtime import settings
 from tests.parallel.test_training import EVERY, OPTIONS, RATES
-from tests.programs.model import Own
+from tests.programs.own import Own
 
 RANK, SIZE = hvd.rank(), hvd.size()
 pytestmark = pytest.mark.ranks(2, 3)

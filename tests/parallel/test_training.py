@@ -10,6 +10,7 @@ import tensorflow as tf
 import hvd_keras as hvd
 from tests.harness import training
 from tests.programs import draw
+from tests.programs.own import Own
 
 RANK, SIZE = hvd.rank(), hvd.size()
 pytestmark = pytest.mark.ranks(2, 3)
@@ -42,7 +43,14 @@ OPTIONS = {
 RATES = {"Adadelta": 1.0, "Lion": 0.001, "SGD": 0.1, "Ftrl": 0.05, "Adagrad": 0.1}
 
 
-MODELS = {"dense": training.dense_model, "sparse": training.sparse_model}
+SPECIAL = {
+    "schedule": lambda: optimizers.SGD(optimizers.schedules.ExponentialDecay(0.1, 3, 0.5)),
+    "loss_scale": lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01)),
+    "multi": lambda: optimizers.MultiOptimizer(
+        optimizers.OptimizerMap(optimizers.Adam(0.01), {".*bias": optimizers.SGD(0.1)})
+    ),
+    "a user's own": lambda: Own(0.1),
+}
 
 
 def test_random_programs_have_every_optimizer_and_option() -> None:

@@ -53,6 +53,7 @@ CHOICES: dict[str, Any] = {
     "schedule": [False, True],
     "distributed": "plain sparse_as_dense num_groups shard_state gradient_predivide_factor",
     "average": [True, False],  # MetricAverageCallback
+    "before": "none made evaluate",  # fit: Keras has made the step's function, or evaluates
     "at_once": [1, 2, 3],  # steps_per_execution
     "mode": "eager graph graph graph graph xla",  # what traces nothing is fastest
     "precision": "float32 mixed_bfloat16 mixed_float16",
@@ -88,7 +89,14 @@ OFTEN = {
     "optimizer": 0.6,
     "metrics": 0.5,
 }
-OFTEN |= {"mode": 0.45, "precision": 0.1, "average": 0.1, "restart": 0.2, "loss_scale": 0.1}
+OFTEN |= {
+    "mode": 0.45,
+    "precision": 0.1,
+    "average": 0.1,
+    "restart": 0.2,
+    "loss_scale": 0.1,
+    "before": 0.1,
+}
 OFTEN |= {"table": 0.5, "multi": 0.1, "compression": 0.1, "local": 0.1, "beside": 0.2}
 DECIDERS = ["early_stopping", "plateau", "best"]
 OUTSIDE = ["then:on_batch", "then:loop"]  # fit
@@ -107,6 +115,8 @@ IMPOSSIBLE: list[Rule] = [
     (lambda s: (s.is_sequence or s.outputs != "one") and s.weights == "class", ["weights"]),
     (lambda s: "mean_" in s.reduction and s.weights == "none" and not s.is_sequence, ["reduction"]),
     (lambda s: s.mode == "eager", ["at_once"]),
+    # That builds the model, with weights of each rank.
+    (lambda s: s.style == "unbuilt" or s.local, ["before"]),
     (lambda s: s.data not in ("rows", "batches", "regrouped", "generator"), ["change"]),
     (lambda s: s.data not in ("rows", "batches", "regrouped") and s.order == "own", ["order"]),
     (lambda s: s.data in ("local", "agree"), ["order", "repeat", "uneven"]),
@@ -259,6 +269,8 @@ EXCLUDED: list[Rule] = [
     # hvd.load_model is for training on all ranks.
     (lambda s: s.beside or s.restart == "fewer", ["then:save"]),
     (lambda s: s.multi and s.distributed == "shard_state", ["multi"]),
+    # docs/embeddings.md, "Limits of tables": XLA cannot compile a lookup.
+    (lambda s: s.is_divided and s.mode == "xla", ["then:loop"]),
     (lambda s: s.has_norm and s.is_divided and (s.multi or s.step == "tape"), ["option"]),
     (lambda s: s.option == "global_clipnorm" and s.local and s.multi, ["option"]),
     (lambda s: s.option == "global_clipnorm" and s.local and s.step == "tape", ["option"]),

@@ -74,6 +74,10 @@ class Program:
         """Does what the spec says."""
         keras.config.set_dtype_policy(self.spec.precision)
         self.begin()
+        if self.spec.before == "made":  # as train_on_batch does
+            self.model.make_train_function()
+        elif self.spec.before == "evaluate":
+            self.evaluated(self.validation.evaluation("dataset"))
         if self.spec.restart == "none" or not self.hvd:
             self.fits(initial_epoch=self.spec.initial_epoch)
         elif self.spec.restart == "elastic":
@@ -313,7 +317,9 @@ class Program:
             self.hvd.save_model(self.model, self.folder / "saved.keras", **self.side.options)
         else:
             self.model.save(self.folder / "saved.keras")
-        load = self.hvd.load_model if self.hvd else keras.models.load_model
+        load = keras.models.load_model
+        if self.hvd:
+            load = functools.partial(self.hvd.load_model, average_aggregated_gradients=True)
         self.model = load(self.folder / "saved.keras")
         model.prepare(self.model, self.spec, self.side)
         if self.spec.is_divided:  # which no file has with its optimizer

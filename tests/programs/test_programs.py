@@ -9,18 +9,39 @@ from tests.programs import draw, run
 
 # By the number of ranks: together nearly each value of each choice occurs.
 SEEDS = {
-    2: (1533, 5166, 440, 1666, 347, 2838, 483, 3221),
-    3: (4472, 3867, 494, 2749, 556, 1517, 439, 10),
+    2: (7047, 619, 10807, 5828, 5883, 10702, 10058, 11903),
+    3: (3556, 11897, 5434, 8329, 8691, 11590, 4348, 9508),
 }
 # What a choice meets seldom.
 SHORT: dict[str, draw.Spec] = {
-    "weights of rows that are compared": {"loss": "capped", "weights": "sample", "mode": "graph"},
-    "an accumulation goes on in the next epoch": {"local": 2, "accumulation": 2},
+    "weights of rows that are compared": {
+        "loss": "capped",
+        "weights": "sample",
+        "mode": "graph",
+        "optimizer": "Adadelta",
+    },
+    "norms count local layers, and an accumulation goes on in the next epoch": {
+        "local": 2,
+        "accumulation": 2,
+        "option": "global_clipnorm",
+        "distributed": "shard_state",
+        "optimizer": "Momentum",
+    },
+    "each optimizer has slots of what it updates": {
+        "step": "second",
+        "restart": "epoch",
+        "option": "use_ema",
+        "optimizer": "Adam",
+    },
+    "a tape in a loop": {"body": "embedding", "step": "tape", "then": ["loop"]},
+    "a tape that XLA compiles": {"mode": "xla", "step": "tape", "then": ["loop"]},
+    "statistics count rows": {"body": "batchnorm", "data": "local", "unequal": True},
     "what is added counts by rows": {
         "data": "local",
         "unequal": True,
         "step": "adds",
         "regularizer": "activity",
+        "optimizer": "Muon",
     },
     "eager gradients are scaled": {
         "data": "local",
@@ -46,7 +67,11 @@ SHORT: dict[str, draw.Spec] = {
     "a tape's regularizers see all rows": {"regularizer": "own", "loss": "root", "step": "tape"},
     "sums of all ranks are logged": {"reduction": "sum", "op": "sum"},
     "an optimizer may change the mean of each step": {"optimizer": "Clipping", "accumulation": 2},
-    "layers of ranks have names of their own": {"local": 2, "restart": "epoch"},
+    "layers of ranks have names of their own": {
+        "local": 2,
+        "restart": "epoch",
+        "reduction": "none",
+    },
     "one rank trains": {"body": "batchnorm", "beside": True, "then": ["on_batch"]},
 }
 

@@ -50,11 +50,11 @@ def test_normalization_computes_with_the_values_that_were_broadcast() -> None:
     assert len(set(on_all_ranks(model(x)))) == SIZE
     hvd.broadcast_variables(model.variables, 0)
     assert len(set(on_all_ranks(model(x)))) == SIZE, "then there is nothing to refresh"
-    preprocessing.refresh(model)
+    preprocessing.refresh(model, hvd.global_process_set)
     np.testing.assert_array_equal(model(x), roots)
     np.testing.assert_array_equal(model.predict(x, verbose=0), roots)
     traced = model.predict_function
-    preprocessing.refresh(model)
+    preprocessing.refresh(model, hvd.global_process_set)
     assert model.predict_function is traced, "nothing has changed"
 
 

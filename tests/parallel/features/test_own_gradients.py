@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras.gradients import missing_calls
+from hvd_keras import ops
 from hvd_keras.training import row_trials
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -279,7 +279,7 @@ LOOPS_WRONG = {
 
 @pytest.mark.parametrize("name", [*LOOPS_RIGHT, *LOOPS_WRONG])
 def test_gradients_that_a_loop_changes_are_told(name: str, warned, monkeypatch) -> None:
-    monkeypatch.setattr(missing_calls, "has_reduced", lambda: False)  # other tests have
+    monkeypatch.setattr(ops, "has_reduced", lambda: False)  # other tests have
     (LOOPS_RIGHT | LOOPS_WRONG)[name](Loop())
     told = [text for text in warned if "gradients are changed before" in text]
     assert bool(told) == (name in LOOPS_WRONG and RANK == 0), warned

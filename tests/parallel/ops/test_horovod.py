@@ -59,6 +59,21 @@ def test_an_optimizer_is_wrapped_twice() -> None:
         np.testing.assert_allclose(variable, [1.25], rtol=1e-5)
 
 
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_an_optimizer_that_accumulates_is_wrapped_again(is_scaled: bool) -> None:
+    keras = pytest.importorskip("keras")
+    plain = keras.optimizers.SGD(0.25)
+    if is_scaled:
+        plain = keras.optimizers.LossScaleOptimizer(plain, initial_scale=1.0)
+    for passes in (2, 3, 1):
+        variable = keras.Variable([0.0])
+        optimizer = hvd.DistributedOptimizer(plain, backward_passes_per_step=passes)
+        for _ in range(passes):
+            np.testing.assert_array_equal(variable, [0.0])
+            optimizer.apply([tf.constant([RANK - 5.0])], [variable])
+        np.testing.assert_allclose(variable, [0.25 * passes * (5 - (SIZE - 1) / 2)])
+
+
 @pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to add to")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gradients_that_the_tape_has_summed_are_not_summed_again(compiled: bool) -> None:

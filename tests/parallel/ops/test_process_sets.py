@@ -102,6 +102,24 @@ def test_models_that_differ_within_a_set_name_the_ranks_of_the_job() -> None:
         hvd.remove_process_set(last)
 
 
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_a_tape_of_a_set_is_none_of_all_ranks(in_graph: bool) -> None:
+    own = [hvd.add_process_set([rank]) for rank in range(SIZE)]
+    weight, optimizer = tf.Variable([1.0]), hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    optimizer.build([weight])
+
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight * (RANK + 1.0))
+        tape = hvd.DistributedGradientTape(tape, process_set=own[RANK])
+        optimizer.apply(tape.gradient(loss, [weight]), [weight])
+
+    (tf.function(step) if in_graph else step)()
+    np.testing.assert_allclose(weight, [1 - (SIZE + 1) / 2], rtol=1e-6)
+    for one in own:
+        hvd.remove_process_set(one)
+
+
 def test_a_set_goes_on_while_another_is_stuck(others) -> None:
     waits = threading.Thread(target=lambda: hvd.allreduce(1.0, name="of all"))
     if RANK != 0:

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
+from hvd_keras.gradients import missing_calls
 from tests.harness.training import Crash
 
 pytestmark = pytest.mark.ranks(2, 3)
@@ -281,3 +282,107 @@ def test_a_file_within_an_accumulation_has_the_sums_of_all_ranks(directory) -> N
     np.testing.assert_allclose(
         whole.get_weights()[0], train(x, y, SIZE).get_weights()[0], rtol=1e-5
     )
+
+
+HOW = [
+    {"backward_passes_per_step": 2},
+    {"backward_passes_per_step": 2, "average_aggregated_gradients": True, "shard_state": True},
+    {"op": hvd.Sum},
+]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_updates_of_a_loaded_model_are_as_large_as_before(how, directory, monkeypatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(missing_calls, "tell", lambda text, *_: told.append(text))
+
+    def change(model: keras.Model) -> float:
+        """Each gradient of the weight is the mean of x."""
+        before = model.get_weights()[0].item()
+        x = np.full((STEPS * BATCH, 1), RANK + 1.0)
+        model.fit(x, x + 1e3, batch_size=BATCH, verbose=0, callbacks=[BROADCAST(0)])
+        return float(model.get_weights()[0].item() - before)
+
+    layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+    model = keras.Sequential([keras.Input((1,)), layer])
+    model.compile(hvd.DistributedOptimizer(SGD(0.1), **how), "mae")
+    expected = change(model)
+    path = directory.parent / "model.keras"
+    hvd.save_model(model, path) if "shard_state" in how else model.save(path)
+    hvd.barrier()
+    assert change(hvd.load_model(path, **how)) == pytest.approx(expected, rel=1e-4)
+    loaded = keras.models.load_model(path)
+    hvd.DistributedOptimizer(loaded.optimizer, **{**how, "shard_state": False})
+    assert change(loaded) == pytest.approx(expected, rel=1e-4)
+    assert not told
+    hvd.load_model(path)
+    assert len(told) == ("op" not in how)
+    assert all("backward_passes_per_step=2, updates took their sum" in text for text in told)
+
+
+class Taped(keras.Model):
+    def train_step(self, data):
+        x, y = data
+        with hvd.DistributedGradientTape(tf.GradientTape(), process_set=self.of) as tape:
+            loss = tf.reduce_mean((self(x) - y) ** 2)
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def test_a_tape_has_the_set_of_a_checkpoint_wherever_that_stands(directory) -> None:
+    of, other = sets = [hvd.add_process_set(range(i, SIZE - 1 + i)) for i in (1, 0)]
+    saved = [hvd.callbacks.Checkpoint(directory, process_set=one) for one in sets]
+    for callbacks in ([saved[0], BROADCAST(1)], [BROADCAST(1), saved[0]], saved):
+        inputs = keras.Input((5,))
+        model = Taped(inputs, keras.layers.Dense(1)(inputs))
+        model.of = of
+        model.compile(SGD(0.1))
+        if of.included():
+            differ = pytest.raises(ValueError, match=f"process sets: {of}, {other}")
+            with differ if callbacks is saved else contextlib.nullcontext():
+                model.fit(*mine(), batch_size=BATCH, verbose=0, callbacks=callbacks)
+    for one in sets:
+        hvd.remove_process_set(one)
+
+
+class Highest(keras.metrics.Metric):
+    """Its state is no sum."""
+
+    def __init__(self) -> None:
+        super().__init__(name="highest")
+        self.highest = self.add_variable((), "zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.highest.assign(keras.ops.maximum(self.highest, keras.ops.max(y_true)))
+
+    def result(self):
+        return self.highest
+
+
+@pytest.mark.parametrize("metric", ["mae", Highest])
+def test_metrics_of_an_interrupted_epoch_on_fewer_ranks(metric, directory) -> None:
+    """Sums go on; of others those of the remaining batches are known."""
+    y = np.arange(SIZE * BATCH * STEPS, 0.0, -1)[:, np.newaxis]
+    fewer, is_sum = hvd.add_process_set([0]), metric == "mae"
+
+    def run(of, *more) -> dict[str, list[float]]:
+        layer = keras.layers.Dense(1, kernel_initializer="zeros")
+        model = keras.Sequential([keras.Input((5,)), layer])
+        optimizer = hvd.DistributedOptimizer(SGD(0.0), process_set=of)
+        model.compile(optimizer, "mse", metrics=[metric if is_sum else metric()])
+        size = SIZE * BATCH // of.size()
+        data = hvd.data.shard((rows()[0], y), batch_size=size, shuffle=False, process_set=of)
+        saved = hvd.callbacks.Checkpoint(directory, save_freq=1, process_set=of)
+        return model.fit(data, verbose=0, callbacks=[saved, *more]).history
+
+    with pytest.raises(KeyboardInterrupt):
+        run(hvd.global_process_set, Crash(2))
+    if RANK == 0:
+        text = "state of Highest is not known to be a sum over samples, so the metrics of this"
+        with contextlib.nullcontext() if is_sum else pytest.warns(UserWarning, match=text):
+            logs = run(fewer)
+        # Saved after one step: a crash in the second one.
+        rest = y[SIZE * BATCH :]
+        assert logs["mae" if is_sum else "highest"] == [y.mean() if is_sum else rest.max()]
+    hvd.remove_process_set(fewer)
