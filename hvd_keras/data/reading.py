@@ -39,6 +39,7 @@ class Source:
     counts: list[int] | None = None  # rows of its own batches, of which a rank gets one in a step
     unit: int = 1  # an epoch can begin at each row that this divides; 0: at none
     reads: bool = False  # those before it, then
+    process_set: Any = None  # the ranks that it is divided among
 
     def __post_init__(self) -> None:
         length, size, split = self.length, self.batch_size, self.split

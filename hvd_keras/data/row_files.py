@@ -218,8 +218,10 @@ class Rows:
     def __init__(self, source: Any) -> None:
         # Of a Hugging Face dataset many rows are read at once, as arrays.
         self._has_columns = hasattr(source, "with_format")
-        plain = source.with_format("numpy") if self._has_columns else source
-        has_transform = self._has_columns and source.format["type"] == "custom"
+        own = source.format if self._has_columns else {}
+        kept = {name: own[name] for name in ("columns", "output_all_columns") if own}
+        plain = source.with_format("numpy", **kept) if self._has_columns else source
+        has_transform = own.get("type") == "custom"
         self._source = source if has_transform else plain
         self.length = len(source)
         self.starts = np.array([*range(0, self.length, _BLOCK), self.length])

@@ -34,6 +34,7 @@ class Passes:
     first: int | None = None
     read: int = 0
     goes_on: bool = False  # an epoch of fit begins where the last one ended
+    repeats: bool = False  # the data were ever repeated
 
     def __post_init__(self) -> None:
         # Passes that neither this process has begun nor those that it continues.
@@ -55,11 +56,12 @@ class Passes:
         rest = (self.source.length - self.start) % step
         return rest / step if rest and split.uneven == "pad" and not split.evaluation else 1.0
 
-    def begin_fit(self) -> None:
-        """Let a fit over repeated data begin with the pass after those that were read."""
-        if self.first is not None:
+    def begin_fit(self, repeated: bool = True) -> None:
+        """Let a fit begin with the pass after those that were read of repeated data."""
+        # A shuffle of the source's own cannot go back.
+        if self.first is not None and self.shuffling is None:
             self.next = self.first - self.read // -self.source.steps  # rounded up
-        self.first, self.read = self.next, 0
+        self.first, self.read = self.next if repeated else None, 0
 
     def catch_up(self, next: int, begun: int) -> None:
         """Go on behind so many passes, without reading them."""
@@ -166,6 +168,7 @@ def check_source(rows: Source, given: str, process_set: ProcessSet) -> None:
     """Raise ValueError on all ranks if their sources or arguments (``given``) cannot be used."""
     split = rows.split
     # The first that differs is told; it often is why later ones do.
+    rows.process_set = process_set
     facts = {
         "arguments": given,
         "rows per batch": rows.batch_size,
@@ -241,24 +244,45 @@ def steps(
     )
 
 
-def check_passes(passes: list[Passes], repeats: bool, process_set: ProcessSet) -> None:
-    """Raise ValueError on all ranks if they have begun different numbers of shuffled passes.
+def sets_of(passes: list[Passes]) -> list[str]:
+    """Return the ranks that data are divided among, for ``check_sets``."""
+    return sorted({one.source.process_set.text() for one in passes})
 
-    ``repeats``: the data repeat, so a prefetch of a fast rank may have begun more passes than that
-    of a slow one; all ranks then go on behind them.
+
+def check_sets(gathered: list[list[str]], process_set: ProcessSet) -> None:
+    """Raise ValueError if a rank's data are divided among others than ``process_set``."""
+    if {text for theirs in gathered for text in theirs} - {process_set.text()}:
+        shown = [" and ".join(theirs) or "no shard" for theirs in gathered]
+        raise ValueError(
+            f"the ranks {process_set.text()} train or validate together, but hvd.data.shard has "
+            f"divided their data among other ranks ({agree.by_rank(shown, process_set)}), so rows "
+            "are left out or used twice. Give hvd.data.shard the process_set of the optimizer."
+        )
+
+
+def begun(passes: list[Passes]) -> list[Any]:
+    """Return the numbers of shuffled passes, for ``check_passes``."""
+    return [[one.next, one.begun, one.repeats] for one in passes if one.source.is_shuffled]
+
+
+def check_passes(
+    passes: list[Passes], gathered: list[list[Any]], what: str, process_set: ProcessSet
+) -> None:
+    """Raise ValueError if the ranks have begun different numbers of shuffled passes.
+
+    ``gathered`` is what ``begun`` returned on each. Of data that were ever repeated, a prefetch of
+    a fast rank may have begun more than that of a slow one; all ranks then go on behind them.
     """
     shuffled = [one for one in passes if one.source.is_shuffled]
-    if not shuffled:
-        return
-    numbers = [[one.next, one.begun] for one in shuffled]
-    gathered = agree.gather_json("fit passes", numbers, process_set)
-    if any(theirs != gathered[0] for theirs in gathered) and not repeats:
-        begun = [[begun for _, begun in theirs] for theirs in gathered]
+    equal = [[one[:2] for one in theirs if not one[2]] for theirs in gathered]
+    if any(theirs != equal[0] for theirs in equal):
+        numbers = [[begun for _, begun, _ in theirs] for theirs in gathered]
         raise ValueError(
-            "fit: the ranks have begun different numbers of passes over the shuffled data of "
-            f"hvd.data.shard ({agree.by_rank(begun, process_set)}), so their orders differ. "
-            "Iterate over it on all ranks, or on none; mlflow.tensorflow.autolog does on one, "
-            "without log_datasets=False and log_models=False."
+            "the ranks have begun different numbers of passes over the shuffled "
+            f"{what} of hvd.data.shard ({agree.by_rank(numbers, process_set)}), so their orders "
+            "differ. Iterate over it on all ranks, or on none; mlflow.tensorflow.autolog does on "
+            "one, without log_datasets=False and log_models=False. Validation data need no order: "
+            "hvd.data.shard(…, shuffle=False)."
         )
     for one, of_ranks in zip(shuffled, zip(*gathered, strict=True), strict=True):
-        one.catch_up(*map(max, zip(*of_ranks, strict=True)))
+        one.catch_up(*map(max, list(zip(*of_ranks, strict=True))[:2]))

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvd_keras.data import reading
@@ -25,6 +26,10 @@ from hvd_keras.runtime import log
 _ELEMENTWISE = {"AssertCardinality", "Cache", "Map", "Options", "ParallelMap", "Prefetch"}
 #: Those of them that make their elements anew in each pass.
 PASSING_ON = _ELEMENTWISE - {"Cache"}
+# Datasets of the same elements, perhaps in another order or number.
+_SAME_ELEMENTS = _ELEMENTWISE - {"Map", "ParallelMap"} | {
+    *("Filter", "Repeat", "Shard", "Shuffle", "Skip", "Take")
+}
 _OF_ELEMENTS = {"Batch", "ParallelBatch", "PaddedBatch"}
 _BATCHING = _OF_ELEMENTS | {"Rebatch"}
 _WARNING_SECONDS = 30
@@ -70,6 +75,18 @@ def dataset_source(
     pads = split.uneven == "pad"
     whole_batches = batched and batch_size is None and not shuffle and not pads
     whole = not split.has_short_step(length, size)
+    if whole_batches and split.size > 1 and counts and _shuffles_batches(source):
+        first, last = (
+            split.of_batches(sorted(counts, key=key), size) for key in (int, int.__neg__)
+        )
+        if first[0] != last[0] or (split.uneven != "share" and min(counts) < size):
+            raise ValueError(
+                f"the dataset shuffles batches of {min(counts)} to {size} rows, so the number of "
+                "steps would differ by epoch. Call shuffle() before batch(), or make all batches "
+                "equal: batch(…, drop_remainder=True)."
+            )
+    is_dealt = whole_batches and (split.size == 1 or (counts is None and whole))
+    padding = _padding_of(source) if batched and not is_dealt else None
 
     def batches(epoch: Any, row: Any) -> tf.data.Dataset:
         left = length - row
@@ -83,7 +100,8 @@ def dataset_source(
             if counts is None and whole:
                 return _mine(others, -(-left // size), wanted // size, split)
             groups = others.window(split.size)
-            return _apply(groups.flat_map, groups, lambda group: _part(group, size, split))
+            part = functools.partial(_part, batch_size=size, split=split, padding=padding)
+            return _apply(groups.flat_map, groups, part)
         rows = source.unbatch() if batched else source
         if shuffle:
             # Sets the seed of the function being traced; the program's seed, which would be mixed
@@ -92,7 +110,11 @@ def dataset_source(
             buffer = length if shuffle is True else shuffle
             rows = rows.shuffle(buffer, epoch, reshuffle_each_iteration=False)
         mine = _mine(rows.skip(row), left, wanted, split, some[0] if pads else None)
-        mine = _batch(mine, size, whole) if batched else mine.batch(size, drop_remainder=whole)
+        mine = (
+            _batch(mine, size, whole, padding)
+            if batched
+            else mine.batch(size, drop_remainder=whole)
+        )
         return _with_weights(mine, left, length, size, split) if pads else mine
 
     described = length, size, split, description, bool(shuffle or seeds)
@@ -189,7 +211,7 @@ def _with_weights(
     return tf.data.Dataset.zip(mine, steps.map(weights))
 
 
-def _part(group: Any, batch_size: int, split: Split) -> tf.data.Dataset:
+def _part(group: Any, batch_size: int, split: Split, padding: Any) -> tf.data.Dataset:
     """Return this rank's batch of one step, if any. ``Split.of_batches`` mirrors this.
 
     ``group`` has the batches of the step, one per rank; fewer at the end.
@@ -206,7 +228,7 @@ def _part(group: Any, batch_size: int, split: Split) -> tf.data.Dataset:
     count = tf.where(even, tf.zeros_like(rows), rows // split.size)
     # An uneven last step: its rows, as one process would see them, in equal shares.
     rest = group.unbatch().skip(split.rank * count).take(count)
-    return own.concatenate(_batch(rest, tf.maximum(count, 1), False))
+    return own.concatenate(_batch(rest, tf.maximum(count, 1), False, padding))
 
 
 def _is_batched(source: Any) -> bool:
@@ -256,7 +278,7 @@ def seeds_of(source: Any, alone: bool) -> list[tuple[int, int]]:
     seeds = [(int(node._seed), int(node._seed2)) for node in shuffles]
     if alone:
         return seeds
-    ops = [op for node in made_of for one in node._functions() for op in _ops(one.function.graph)]
+    ops = list(_ops_of(made_of))
     if (0, 0) in seeds or any(map(_is_unseeded, ops)):
         raise ValueError(
             "the dataset shuffles without a seed, so its order differs by rank. Give it a seed, "
@@ -271,6 +293,13 @@ def seeds_of(source: Any, alone: bool) -> list[tuple[int, int]]:
             "map() and interleave()."
         )
     return seeds
+
+
+def _ops_of(made_of: list[Any]) -> Iterator[Any]:
+    """Yield the ops of the functions of datasets."""
+    for node in made_of:
+        for one in node._functions():
+            yield from _ops(one.function.graph)
 
 
 def _ops(graph: Any) -> Iterator[Any]:
@@ -388,13 +417,50 @@ def _rows(batch: Any) -> Any:
     return tf.shape(part, tf.int64)[0]
 
 
-def _batch(rows: Any, batch_size: Any, whole: bool) -> tf.data.Dataset:
+def _batch(rows: Any, batch_size: Any, whole: bool, padding: Any) -> tf.data.Dataset:
     """Batch rows of former batches; pad them again if those may have been padded."""
-    specs = tf.nest.flatten(rows.element_spec)
-    dense = all(isinstance(spec, tf.TensorSpec) and spec.shape.rank is not None for spec in specs)
-    if dense and not all(spec.shape.is_fully_defined() for spec in specs):
-        return rows.padded_batch(batch_size, drop_remainder=whole)
+    if _may_be_padded(rows.element_spec, 0):
+        return rows.padded_batch(batch_size, padding_values=padding, drop_remainder=whole)
     return rows.batch(batch_size, drop_remainder=whole)
+
+
+def _may_be_padded(spec: Any, first: int) -> bool:
+    """Whether dense elements may have different shapes, from this dimension on."""
+    specs = tf.nest.flatten(spec)
+    dense = all(isinstance(one, tf.TensorSpec) and one.shape.rank is not None for one in specs)
+    return dense and not all(one.shape[first:].is_fully_defined() for one in specs)
+
+
+def _padding_of(source: Any) -> Any:
+    """Return the values with which the batches of a dataset were padded; None: with 0."""
+    if not _may_be_padded(source.element_spec, 1):
+        return None
+    node = below(source, _SAME_ELEMENTS)
+    if kind_of(node) == "PaddedBatch":
+        return node._padding_values
+    made_of = list(nodes(source))
+    found = [one._padding_values for one in made_of if kind_of(one) == "PaddedBatch"]
+    for op in _ops_of(made_of):  # also in functions, as of bucket_by_sequence_length
+        if op.type == "PaddedBatchDatasetV2":  # before the last input are as many as shapes
+            found.append([*op.inputs][len(op.inputs) // 2 + 1 : -1])
+    values = map(tf.get_static_value, tf.nest.flatten(found))
+    if any(value is None or np.asarray(value).item() not in (0, b"") for value in values):
+        raise ValueError(
+            "the dataset was padded, perhaps not with 0, and then mapped, zipped or padded within "
+            "a function; hvd.data.shard would pad it with 0 where it puts rows into other batches "
+            "(with batch_size, shuffle, uneven='pad', and in a last step of fewer rows). Call "
+            "map() after shard(…), or shard the rows and then pad: "
+            "hvd.data.shard(rows, batch_size=1).unbatch().padded_batch(…)."
+        )
+    return None
+
+
+def _shuffles_batches(node: Any) -> bool:
+    """Whether a dataset has its batches in another order in each pass."""
+    if kind_of(node) in _BATCHING | {"GroupByWindow"}:  # there, the last ones are short
+        return False
+    shuffles = kind_of(node) == "Shuffle" and node._reshuffle_each_iteration is not False
+    return shuffles or any(map(_shuffles_batches, node._inputs()))
 
 
 def _apply(method: Any, dataset: Any, function: Callable[[Any], Any]) -> Any:

@@ -88,7 +88,8 @@ def shard(
 
     Raises:
         ValueError: (on all ranks, with the same text) the ranks' sources or arguments differ or
-            cannot be used: a dataset is infinite, shuffles without a seed, or may or may not be
+            cannot be used: a dataset is infinite, shuffles without a seed, shuffles batches of
+            which one is too small for a step, was padded unknown how, or may or may not be
             batched; the rows do not fill the steps ("error"), are too few, or have no y ("pad").
         tf.errors.FailedPreconditionError: (in ``fit``) a dataset has more or fewer elements than
             were counted or declared.
@@ -174,7 +175,11 @@ def agree_on_steps(
 
 def passes_of(dataset: Any) -> list[Passes]:
     """Return the numbers of the passes of all sharded sources that a dataset is made of."""
-    return [node._hvd_passes for node in datasets.nodes(dataset) if hasattr(node, "_hvd_passes")]
+    nodes = datasets.nodes(dataset)
+    found = [node._hvd_passes for node in nodes if hasattr(node, "_hvd_passes")]
+    for one in found if repeats(dataset) else ():
+        one.repeats = True  # for good: a prefetch may have begun some
+    return found
 
 
 def repeats(dataset: Any) -> bool:

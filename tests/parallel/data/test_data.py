@@ -20,6 +20,7 @@ from tests.harness.shards import (
     SIZE,
     TOGETHER,
     Batches,
+    distributed_model,
     error_of,
     job_pass,
     momentum,
@@ -151,6 +152,29 @@ def test_process_set_shares_among_its_ranks_only(singles) -> None:
         data.shard(numbered(9), batch_size=0, process_set=singles[RANK])
     if SIZE > 2:
         hvd.remove_process_set(first)
+
+
+@several
+def test_data_of_another_process_set_are_refused(singles) -> None:
+    model, (x, y, _) = distributed_model(), samples(2 * TOGETHER)
+    whole, own = (
+        data.shard((x, y), batch_size=BATCH, process_set=process_set)
+        for process_set in (hvd.global_process_set, singles[RANK])
+    )
+    refused = pytest.raises(ValueError, match="among other ranks")
+    average = {"callbacks": [hvd.callbacks.MetricAverageCallback()], "verbose": 0}
+    for train, validation in (own, None), (whole, own):
+        with refused:
+            model.fit(train, validation_data=validation, **average)
+    with refused:
+        model.evaluate(own, **average)
+    model.fit(whole, validation_data=own, verbose=0)  # each has its own metrics
+    alone = training.dense_model()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), process_set=singles[RANK])
+    alone.compile(optimizer, loss="mse")
+    with refused:
+        alone.fit(whole, verbose=0)
+    alone.fit(own, verbose=0)
 
 
 def test_shuffle_buffer_of_a_dataset_moves_elements_by_less_than_its_size() -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import hvd_keras as hvd
 from hvd_keras import data
 from hvd_keras.data.tensorflow import datasets, sharding
 from hvd_keras.runtime import agree, log
@@ -167,15 +168,46 @@ def test_dataset_of_unknown_length_ends_after_the_same_step_on_all_ranks(make) -
 
 
 def test_padded_batches_are_padded_anew_where_they_are_mixed() -> None:
-    source = rows_dataset().map(lambda x, y: (tf.fill([x % 5 + 1], 7), y)).padded_batch(BATCH)
-    for arguments in {}, {"batch_size": 3}, {"uneven": "pad"}:
-        seen = []
-        for x, y, *weights in data.shard(source, **arguments):
-            real = weights[0].numpy() > 0 if weights else np.ones(len(y), bool)
-            assert np.count_nonzero(x, axis=1)[real].tolist() == (-y % 5 + 1)[real].numpy().tolist()
-            seen += (-y)[real].numpy().tolist()
-        everyone = agree.gather_json("padded", seen)
-        assert sorted(row for of_rank in everyone for row in of_rank) == list(range(LENGTH))
+    rows = rows_dataset().map(lambda x, y: (tf.fill([x % 5 + 1], 7), y))
+    values = np.int32(-1), np.int64(0)
+    for padding in None, values:
+        source, pad = rows.padded_batch(BATCH, padding_values=padding), -1 if padding else 0
+        for arguments in {}, {"batch_size": 3}, {"uneven": "pad"}:
+            seen = []
+            for x, y, *weights in data.shard(source, **arguments):
+                real = weights[0].numpy() > 0 if weights else np.ones(len(y), bool)
+                lengths = np.sum(x == 7, axis=1) + 1j * np.sum(x == pad, axis=1)
+                length = (-y % 5 + 1).numpy()
+                expected = length + 1j * (x.shape[1] - length)
+                assert lengths[real].tolist() == expected[real].tolist()
+                seen += (-y)[real].numpy().tolist()
+            everyone = agree.gather_json("padded", seen)
+            assert sorted(row for of_rank in everyone for row in of_rank) == list(range(LENGTH))
+        mapped = source.map(lambda x, y: ({"x": x}, y))
+        if padding is None:
+            data.shard(mapped, batch_size=3)
+        else:
+            assert "Call map() after shard" in error_of(data.shard, mapped, batch_size=3)
+    function = {"element_length_func": lambda x, y: tf.size(x), "padding_values": values}
+    bucketed = rows.bucket_by_sequence_length(
+        **function, bucket_boundaries=[3], bucket_batch_sizes=[BATCH, BATCH]
+    )
+    assert "within a function" in error_of(data.shard, bucketed, shuffle=True)
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_shuffle_of_batches_of_which_one_may_be_no_step_is_an_error() -> None:
+    length = TOGETHER + 1
+    batches = rows_dataset(length).batch(BATCH).shuffle(9, seed=1)
+    assert "shuffle() before batch()" in error_of(data.shard, batches)
+    assert "shuffle() before batch()" in error_of(data.shard, batches, uneven="trim")
+    right = [
+        rows_dataset(length + SIZE).batch(BATCH).shuffle(9, seed=1),
+        rows_dataset(length).batch(BATCH, drop_remainder=True).shuffle(9, seed=1),
+        rows_dataset(length).shuffle(length, seed=1).batch(BATCH).skip(0),
+    ]
+    for dataset in (*map(data.shard, right), data.shard(batches, batch_size=BATCH)):
+        assert {len(of_all(dataset)) for _ in range(5)} == {len(dataset)}
 
 
 def test_batches_of_different_sizes_are_shared_so_that_ranks_have_equally_many_rows() -> None:
@@ -258,6 +290,33 @@ def test_repeated_data_of_several_fits_whatever_a_prefetch_has_begun(kind: str) 
         rest = shard(kind, x, y, seed=7, shuffle=True, start_epoch=epoch)
         expected.fit(rest, steps_per_epoch=steps, verbose=0)
     np.testing.assert_array_equal(training.flat(together), training.flat(expected))
+
+
+@pytest.mark.ranks(2, 3)
+def test_repeated_data_that_shuffle_themselves_are_whole_in_each_fit() -> None:
+    seen: list[int] = []
+
+    def noted(x):
+        def look(x):
+            seen.extend(x[:, 0].astype(int).tolist())
+            return x
+
+        return tf.ensure_shape(tf.numpy_function(look, [x], x.dtype), x.shape)
+
+    rows = np.arange(2 * TOGETHER, dtype="float32")[:, np.newaxis]
+    x = tf.data.Dataset.from_tensor_slices((rows, rows)).shuffle(2 * TOGETHER, seed=1)
+    base = data.shard(x, batch_size=BATCH)
+    repeated = base.map(lambda x, y: (noted(x), y)).repeat().prefetch(1 + 7 * RANK)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, "relu", True, "zeros")])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)), loss="mse")
+    for _ in range(3):
+        seen.clear()
+        model.fit(repeated, steps_per_epoch=2, verbose=0)
+        everyone = agree.gather_json("seen", seen[: 2 * BATCH])
+        assert sorted(row for mine in everyone for row in mine) == list(range(2 * TOGETHER))
+    with pytest.raises(ValueError, match="once more for validation_data"):
+        model.fit(repeated, steps_per_epoch=2, validation_data=base, verbose=0)
+    model.fit(base, verbose=0)
 
 
 @pytest.mark.ranks(2)

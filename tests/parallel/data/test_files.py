@@ -181,6 +181,8 @@ def test_rows_by_number(kind: str, monkeypatch) -> None:
     if kind != "grain":
         library = pytest.importorskip("datasets", reason="Hugging Face's datasets is not installed")
         source = library.Dataset.from_list([{**row, "y": [*row["y"]]} for row in source_rows()])
+        wide = source.add_column("more", [None] * LENGTH).with_format("numpy", ["x", "y"])
+        assert {*data.shard(wide, batch_size=BATCH).element_spec} == {"x", "y"}
     if kind == "transform":
         few = source.remove_columns(["text", "y"])
         source = few.with_transform(lambda rows: list_of([Squares()[x] for x in rows["x"]]))
@@ -262,8 +264,10 @@ def test_seeds_depend_on_row_and_epoch_only(pattern: str) -> None:
     for _ in range(RANK):
         list(ordered)
     if SIZE > 1:
+        passes = sharding.passes_of(ordered)
+        begun = agree.gather_json("begun", sources.begun(passes))
         with pytest.raises(ValueError, match="different numbers of passes"):
-            sources.check_passes(sharding.passes_of(ordered), False, hvd.global_process_set)
+            sources.check_passes(passes, begun, "data", hvd.global_process_set)
 
 
 def test_an_index_is_kept_and_not_trusted_when_its_file_has_changed(pattern: str) -> None:

@@ -1,4 +1,4 @@
-"""Padding in validation; random programs (tests/programs) validate on data of all kinds."""
+"""Padding and passes in validation; random programs (tests/programs) validate on all kinds."""
 
 import keras
 import numpy as np
@@ -40,3 +40,27 @@ def test_padding_for_training_is_told_in_validation(warned) -> None:
             np.testing.assert_allclose(loss, expected, rtol=1e-5)
         tells = any("evaluation=True" in text for text in warned)
         assert tells == (not evaluation and SIZE > 1 and hvd.rank() == 0)
+
+
+def test_validation_begins_with_the_same_pass_on_all_ranks() -> None:
+    """Also of data of which a prefetch has begun more passes on one rank."""
+    model, average = compiled(), hvd.callbacks.MetricAverageCallback()
+    model.set_weights([np.eye(4, 1) * [9, 0], np.zeros(2)])
+    model.optimizer.learning_rate = 0.0
+    train, validation = (hvd.data.shard((X, Y), batch_size=BATCH) for _ in range(2))
+    again = [one.repeat().prefetch(1 + 7 * hvd.rank()) for one in (train, validation)]
+    options = {"validation_data": again[1], "validation_steps": STEPS, "callbacks": [average]}
+    losses = [model.evaluate(X, Y, verbose=0)[0]]
+    for _ in range(2):
+        fitted = model.fit(again[0], steps_per_epoch=STEPS, epochs=2, verbose=0, **options)
+        losses += fitted.history["val_loss"]
+    for data, steps in (again[1], STEPS), (validation, None):
+        losses.append(model.evaluate(data, steps=steps, callbacks=[average], verbose=0)[0])
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
+    model.fit(train, verbose=0)
+    validation = hvd.data.shard((X, Y), batch_size=BATCH)
+    if SIZE > 1 and hvd.rank() == 0:
+        next(iter(validation))
+    if SIZE > 1:
+        with pytest.raises(ValueError, match=r"passes(.|\n)*shuffle=False"):
+            model.evaluate(validation, callbacks=[average], verbose=0)
