@@ -118,6 +118,10 @@ def test_collectives_and_their_gradients(hvdrun) -> None:
         assert y.tolist() == [[0, 0, 1, 2], [1, 2]][r]
         (y * (1 + r)).sum().backward()
         assert x.grad.tolist() == [[1, 2, 2], [1, 1, 1]][r], x.grad
+        thirds, half = torch.full((2,), (1 + r) / 3), hvd.Compression.fp16
+        for call, op, value in (hvd.reducescatter, hvd.Sum, 1), (hvd.allreduce, hvd.Adasum, 0.5):
+            got = call(thirds, op=op, compression=half)
+            assert got.dtype == torch.float32 and (got - value).abs().max() < 1e-3, got
         x = torch.tensor([[1.0], [2.0], [3.0]], requires_grad=True)
         y = hvd.reducescatter(x * (1 + r))
         assert y.flatten().tolist() == [[1.5, 3], [4.5]][r]
@@ -268,6 +272,8 @@ def test_what_is_not_there_is_refused(hvdrun) -> None:
         refused(needs, "fragmets", lambda: wrap(sgd(), fragments=1, groups=None, fragmets=None))
         refused(TypeError, "torch.optim", lambda: wrap(torch.optim.SGD([torch.zeros(1)])))
         refused(ValueError, "distributed already", lambda: wrap(wrap(sgd())))
+        several = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(sgd()))
+        refused(ValueError, "cannot add up", lambda: wrap(several, backward_passes_per_step=2))
         names = ("layers", "DistributedGradientTape", "SyncBatchNormalization", "join", "spark")
         for name in (*names, "load_model", "auto", "PartialDistributedOptimizer"):
             refused(needs, f"hvd.{name} needs Keras on TensorFlow", lambda: getattr(hvd, name))
