@@ -265,9 +265,7 @@ def begun(passes: list[Passes]) -> list[Any]:
     return [[one.next, one.begun, one.repeats] for one in passes if one.source.is_shuffled]
 
 
-def check_passes(
-    passes: list[Passes], gathered: list[list[Any]], what: str, process_set: ProcessSet
-) -> None:
+def check_passes(passes: list[Passes], gathered: list[list[Any]], process_set: ProcessSet) -> None:
     """Raise ValueError if the ranks have begun different numbers of shuffled passes.
 
     ``gathered`` is what ``begun`` returned on each. Of data that were ever repeated, a prefetch of
@@ -275,12 +273,12 @@ def check_passes(
     """
     shuffled = [one for one in passes if one.source.is_shuffled]
     equal = [[one[:2] for one in theirs if not one[2]] for theirs in gathered]
-    if any(theirs != equal[0] for theirs in equal):
+    if any(theirs != equal[0] for theirs in equal) or len(set(map(len, gathered))) > 1:
         numbers = [[begun for _, begun, _ in theirs] for theirs in gathered]
         raise ValueError(
-            "the ranks have begun different numbers of passes over the shuffled "
-            f"{what} of hvd.data.shard ({agree.by_rank(numbers, process_set)}), so their orders "
-            "differ. Iterate over it on all ranks, or on none; mlflow.tensorflow.autolog does on "
+            "the ranks have begun different numbers of passes over the shuffled data of "
+            f"hvd.data.shard ({agree.by_rank(numbers, process_set)}), so their orders differ. "
+            "Iterate over it on all ranks, or on none; mlflow.tensorflow.autolog does on "
             "one, without log_datasets=False and log_models=False. Validation data need no order: "
             "hvd.data.shard(…, shuffle=False)."
         )

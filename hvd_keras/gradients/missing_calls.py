@@ -28,7 +28,7 @@ from hvd_keras.runtime.keras import (
 )
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
-#: The model of the ``fit`` that runs, or whether one does.
+#: The model of the ``fit`` that runs, in a tuple; or whether one does.
 in_fit: contextvars.ContextVar[Any] = contextvars.ContextVar("a fit is running", default=False)
 #: Whether it knows that several ranks train its model, or that one does.
 fit_is_known = contextvars.ContextVar("fit knows the ranks", default=True)
@@ -101,7 +101,7 @@ def check_update(optimizer: Any, gradients: list[Any], variables: list[Any]) -> 
     ):
         return
     pairs = list(zip(gradients, variables, strict=False))
-    if any(variable in _of_tapes for variable in variables):
+    if any(v in of for v in variables for of in (_of_tapes, _in_functions, _by_themselves)):
         pairs = [pair for pair in pairs if _is_alone(*pair)]
         _of_tapes.discard(*variables)  # which the next step must exchange again
         forget_tapes(variables)
@@ -200,7 +200,10 @@ def _is_alone(gradient: Any, variable: Any) -> bool:
     if gradient is None or variable in _of_tapes or is_own or hasattr(gradient, "_hvd_reduced"):
         return False
     noted = _noted(variable)
-    return isinstance(noted, int) if is_eager() else noted is graph()
+    if not is_eager():
+        return noted is graph()
+    is_unknown = variable in _in_functions and variable not in _by_themselves
+    return isinstance(noted, int) or is_unknown
 
 
 def _averages_itself(optimizer: Any, pairs: list[tuple[Any, Any]]) -> bool:
@@ -211,11 +214,13 @@ def _averages_itself(optimizer: Any, pairs: list[tuple[Any, Any]]) -> bool:
         before, now = _exchanged_before.get(optimizer), _by_script()
         _exchanged_before[optimizer] = now
         # A function may have returned them, which was traced before.
-        notes = [_noted(variable) for _, variable in pairs]
+        notes = [None if v in _in_functions else _noted(v) for _, v in pairs]
         done = [
             _by_script(tapes=False) - n if isinstance(n, int) else before and now - before
             for n in notes
         ]
+        # After another hvd.init() the counters begin anew.
+        done = [None if number is not None and number < 0 else number for number in done]
         # An average of the loss is fewer bytes than gradients are, even if these are compressed.
         present = [getattr(one, "values", one) for one, _ in pairs if one is not None]
         least = max(1, min(_FEW_BYTES, sum(math.prod(one.shape) for one in present)))
@@ -236,6 +241,8 @@ _has_updated = False  # an optimizer or a reducer has had gradients
 synchronized = shards.VariableSet()  # broadcast, or found equal
 reduced = shards.VariableSet()  # a reducer has had their gradients
 _of_tapes = shards.VariableSet()  # a distributed tape has, since an optimizer has applied them
+_in_functions = shards.VariableSet()  # it was traced, and may run again without Python
+_by_themselves = shards.VariableSet()  # with a set of this rank alone
 #: The same of eager code, by the tape's process set.
 of_distributed: dict[int, shards.VariableSet] = collections.defaultdict(shards.VariableSet)
 begun_apart = shards.VariableSet()  # found different; what to do is told later
@@ -249,14 +256,17 @@ def mark_alone(optimizer: Any) -> None:
         optimizer.inner_optimizer._hvd_alone = True
 
 
-def mark_reduced(sources: Iterable[Any], by_tape: bool = False) -> None:
-    """Record that a reducer exchanges the gradients of these variables, and perhaps tensors."""
+def mark_reduced(sources: Iterable[Any], by_tape: bool = False, size: int = 1) -> None:
+    """Record that a reducer of so many ranks has the gradients of variables, perhaps tensors."""
     global _has_updated
     _has_updated = True
     variables = [source for source in sources if hasattr(source, "assign")]
     reduced.add(*variables)
     if by_tape:
-        _of_tapes.add(*variables)
+        for of in (_of_tapes, *([] if is_eager() else [_in_functions])):
+            of.add(*variables)
+        if size == 1:
+            _by_themselves.add(*variables)
         for variable in variables:
             shards.inner_variable(variable)._hvd_tape = None
 
@@ -268,12 +278,12 @@ def forget_tapes(variables: Iterable[Any]) -> None:
 
 
 def fit_has(variables: Sequence[Any]) -> bool:
-    """Whether ``fit`` runs, and compares these variables, as those of its model."""
-    model = in_fit.get()
-    if not hasattr(model, "variables") or not variables:
-        return bool(model)
+    """Whether ``fit`` runs, of a model that has these variables, by the first."""
+    fit = in_fit.get()
+    if not isinstance(fit, tuple) or not variables:
+        return bool(fit)
     number = shards.variable_id(variables[0])
-    return any(shards.variable_id(v) == number for v in model.variables)
+    return any(shards.variable_id(v) == number for v in fit[0].variables)
 
 
 #: A warning about the last loss whose gradients must not be averaged, and the graph that it is in.
@@ -344,12 +354,12 @@ def check_weights(
         else "Add hvd.broadcast_variables(model.variables, root_rank=0), and the same for "
         "optimizer.variables, before the first step or right after it."
     )
-    told_alone.add(*trained)
     if is_error(parts=False) or (in_fit.get() and not first_steps_are_local):
+        told_alone.add(*trained)
         tell(text, process_set, parts=True)
     else:
-        synchronized.discard(*variables)  # what was broadcast has changed since
-        begun_apart.add(*variables)
+        synchronized.discard(*variables, *trained)  # what was broadcast has changed since
+        begun_apart.add(*variables, *trained)
         # In a graph, the requests of later steps can be counted, not the steps.
         last = count("requests") + requests * STEPS_UNTIL_TOLD
         _tell_later(

@@ -194,13 +194,16 @@ distributed: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def forget_local(model: Any) -> None:
-    """Forget which variables of a model an optimizer kept local that it has no longer."""
-    mine = reducers_of(model)
+    """Let those variables of a model be local that its optimizers of today keep so."""
+    mine: list[Any] = reducers_of(model)
     known = {number for reducer in mine for number in getattr(reducer, "local", ())}
     for optimizer in distributed if mine else ():
         for number, variable in optimizer._hvd_reducer.local.items():
             if number not in known and any(variable is one for one in model.variables):
                 local_variables.discard(variable)
+    for reducer in mine:
+        if (reducer.rounds or reducer).process_set.size() > 1:
+            local_variables.add(*getattr(reducer, "local", {}).values())
 
 
 def without_local(variables: Iterable[Any]) -> list[Any]:

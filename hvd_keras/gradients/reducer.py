@@ -107,7 +107,7 @@ class GradientReducer:
         if agree.is_building.get():
             return Step(self, None, gradients, variables)
         if rank_info.size() > 1:
-            missing_calls.mark_reduced(variables, by_tape=self.optimizer is None)
+            missing_calls.mark_reduced(variables, self.optimizer is None, self.process_set.size())
         if self.process_set.size() == 1 or not gradients:
             return Step(self, None, self.options.densified(gradients), variables)
         # From here on, all ranks of the set take part.

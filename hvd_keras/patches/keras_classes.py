@@ -213,12 +213,10 @@ def apply_scaled(
         apply(scaled, step.finish(), trainable_variables)
 
 
-def _set_behind_tape(optimizer: Any) -> ProcessSet | None:
-    """The ranks that a distributed tape gives different gradients: of parts of tables, or local."""
+def _part_behind_tape(optimizer: Any) -> Any:
+    """A part of a table that an optimizer updates, whose gradients a distributed tape returns."""
     weights = [] if model_ranks.alone.get() else optimizer._trainable_variables
-    if shard := next(filter(None, map(shards.of, weights)), None):
-        return shard.process_set
-    return global_process_set if any(v in model_ranks.local_variables for v in weights) else None
+    return next((weight for weight in weights if shards.of(weight)), None)
 
 
 def check_finite(local_check: Callable[..., Any], scaled: Any, grads: Sequence[Any]) -> Any:
@@ -227,8 +225,9 @@ def check_finite(local_check: Callable[..., Any], scaled: Any, grads: Sequence[A
     own: Any = model_ranks.reducer_within(scaled)
     if not rank_info.is_initialized() or agree.is_building.get():
         return finite
-    process_set = own.process_set if own else _set_behind_tape(scaled.inner_optimizer)
-    if process_set is None or process_set.size() == 1:
+    part: Any = None if own else _part_behind_tape(scaled.inner_optimizer)
+    who: Any = own if part is None else shards.of(part)
+    if who is None or who.process_set.size() == 1:
         return finite
     step = getattr(own, "step", None)
     if step is not None and not own.is_sharded and not step.divided and step.local is None:
@@ -236,7 +235,7 @@ def check_finite(local_check: Callable[..., Any], scaled: Any, grads: Sequence[A
     (everywhere,) = ops.reduce_tensors(
         [tf.cast(finite, tf.bool)],
         op=ops.Min,
-        name=f"{own.name if own else 'tape'} gradients are finite",
-        process_set=process_set,
+        name=f"{own.name if own else specs.common_path(part.path)} gradients are finite",
+        process_set=who.process_set,
     )
     return everywhere

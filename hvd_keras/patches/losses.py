@@ -16,6 +16,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import itertools
 import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -113,6 +114,8 @@ def weighed(
     one_step = getattr(one_step, "_hvd_alone", one_step)  # a fit may run within another one
     is_together = _number("validates_together", tf.bool) if method == "test_step" else None
 
+    outside = itertools.count(1)  # numbers of steps outside of fit
+
     @functools.cache
     def apart(function: Any) -> Any:
         """The same function without what validation has traced, or will call."""
@@ -133,7 +136,7 @@ def weighed(
                 stack.enter_context(replaced(metric, "update_state", log))
             stack.enter_context(agree.within(weighing, own))
             stack.enter_context(agree.within(origin.has_compiled_loss, False))
-            stack.enter_context(agreement.in_step_of_fit(fit_state.next_number()))
+            stack.enter_context(agreement.in_step_of_fit(fit_state.next_number(outside, method)))
             stack.callback(missing_calls.unaveraged.clear)
             for layer in () if is_legacy else model._flatten_layers():
                 local = getattr(layer, "activity_regularizer", None)
@@ -256,9 +259,7 @@ def _of_compile(own: Weighing, of_compile: Any, call: Any, *args: Any, **kwargs:
 def _tell_what_counts_by_rank(own: Weighing) -> None:
     added = any(getattr(layer, "_losses", ()) for layer in own.model._flatten_layers())
     if own.has_total is False or (own.has_total is None and (not own.numbers["loss"] or added)):
-        what = (
-            "add_loss or an activity regularizer" if own.numbers["loss"] else "no keras.losses.Loss"
-        )
+        what = "add_loss or an activity regularizer" if own.numbers["loss"] else "no keras Loss"
         what = what if own.has_total is None else "a compute_loss that returns no tensor"
         missing_calls.tell(
             f"the ranks may have batches of different sizes, and this model trains with {what}: "

@@ -33,7 +33,7 @@ def fit(
     """Replace ``keras.Model.fit``."""
     signature = _signature(fit_alone)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(agree.within(missing_calls.in_fit, model))
+        stack.enter_context(agree.within(missing_calls.in_fit, (model,)))
         if not rank_info.is_initialized():
             return fit_alone(model, *args, **kwargs)
         try:
@@ -108,15 +108,21 @@ def _adapt(arguments: dict[str, Any], backend: Backend) -> None:
 def _keep_for(stack: contextlib.ExitStack, model: Any, method: str, purpose: str) -> None:
     """Let Keras make the function of a step anew, unless it was made for the same purpose.
 
-    One made elsewhere, such as for ``train_on_batch``, weighs no losses.
+    One made elsewhere, such as for ``train_on_batch``, weighs no losses. A script's own stays.
     """
     function = method.replace("step", "function")
-    if getattr(getattr(model, function, None), "_hvd_for", None) != purpose:
+
+    def made_by_keras() -> Any:
+        made = getattr(model, function, None)
+        of = getattr(getattr(made, "python_function", made), "__module__", "")
+        return made if of.startswith(("keras.", "tf_keras.")) else None
+
+    if made_by_keras() and getattr(made_by_keras(), "_hvd_for", None) != purpose:
         setattr(model, function, None)
 
     @stack.callback
     def mark() -> None:
-        if (made := getattr(model, function, None)) is not None:
+        if made := made_by_keras():
             made._hvd_for = purpose
 
 
@@ -297,7 +303,7 @@ def _validate(own: fit_state.Validation, steps: int | None, dataset: Any) -> Non
     mine = steps, sources.begun(passes), sources.sets_of(passes)
     gathered = agree.gather_json("steps of validation", mine, process_set)
     sources.check_sets([sets for _, _, sets in gathered], process_set)
-    sources.check_passes(passes, [begun for _, begun, _ in gathered], "data", process_set)
+    sources.check_passes(passes, [begun for _, begun, _ in gathered], process_set)
     own.is_together = steps is not None and len({theirs for theirs, _, _ in gathered}) == 1
     own.backend.validate_together(own.is_together)
 
@@ -439,7 +445,7 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
         _check_constants(own.constants, process_set)
     values.check_rows([theirs["rows"] for theirs in gathered], process_set)
     passes, begun = own.backend.passes_of(dataset), [theirs["passes"] for theirs in gathered]
-    sources.check_passes(passes, begun, "data", process_set)
+    sources.check_passes(passes, begun, process_set)
 
 
 def _check_constants(mine: Any, process_set: ProcessSet) -> None:

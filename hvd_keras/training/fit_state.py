@@ -101,7 +101,7 @@ class Fit:
     validates: bool = False  # all ranks validate after the same epochs, and average their metrics
     values: Values | None = None  # of the model, to be compared
     restored: bool = False  # it began with a checkpoint, which nothing may overwrite
-    # The next step's, or trace's: the same on all ranks.
+    # Of the next train_step, or trace of one: the same on all ranks.
     numbers: Iterator[int] = dataclasses.field(default_factory=lambda: itertools.count(1))
 
     def agree(self, gathered: Sequence[dict[str, Any]]) -> None:
@@ -149,13 +149,10 @@ def running(model: Any) -> Fit | None:
     return own if own is not None and own.model is model else None
 
 
-def next_number() -> int:
-    """The number of the next step, or trace of one, of the ``fit`` that runs."""
-    own = current.get()
-    return next(_numbers if own is None else own.numbers)
-
-
-_numbers = itertools.count(1)
+def next_number(outside: Iterator[int], method: str) -> int:
+    """The number of the next step, or trace of one; ``outside`` counts those outside of fit."""
+    own = current.get() if method == "train_step" else None  # ranks may validate by themselves
+    return next(outside if own is None else own.numbers)
 
 
 def trace_anew(model: Any) -> None:

@@ -96,6 +96,33 @@ def test_gradients_that_were_averaged_once_excuse_no_other_function(warned) -> N
         assert told(warned, ALONE) != averages
 
 
+@pytest.mark.parametrize("apply_in", ["eager", "functions"])
+def test_a_tape_in_a_function_may_serve_several_updates(apply_in: str, warned) -> None:
+    """Gradients are added up by hand; the noise of this rank's is only logged."""
+    variable, total = tf.Variable([1.0]), tf.Variable([0.0])
+    loss = lambda: tf.reduce_sum(variable * (RANK + 1.0))  # noqa: E731
+
+    @tf.function
+    def add() -> None:
+        with tf.GradientTape() as tape:
+            value = loss()
+        total.assign_add(hvd.DistributedGradientTape(tape).gradient(value, variable))
+
+    for optimizer in (sgd(), sgd()):
+        optimizer.build([variable])
+        for number in (2.0, 1.0):  # traced again
+
+            def apply(number=number, optimizer=optimizer) -> None:
+                optimizer.apply([total / number], [variable])
+
+            add()
+            with tf.GradientTape() as tape:
+                value = loss()
+            assert tape.gradient(value, variable) == RANK + 1
+            (apply if apply_in == "eager" else tf.function(apply))()
+    assert not told(warned, ALONE)
+
+
 def test_another_models_options_are_compared_in_a_callback(warned) -> None:
     other = compiled(hvd.DistributedOptimizer(sgd(0.1 * (RANK + 1))))
     hvd.broadcast_variables(other.variables, 0)
@@ -200,7 +227,7 @@ def test_normalization_that_is_adapted_between_two_fits(eager: bool) -> None:
 def test_layers_that_are_local_no_longer() -> None:
     model = compiled(sgd(), keras.layers.Dense(2))
     head = model.layers[-1]
-    for partial in (True, False):
+    for partial in (True, False, True):
         optimizer = hvd.DistributedOptimizer(sgd())
         if partial:
             optimizer = hvd.PartialDistributedOptimizer(sgd(), local_layers=head)
@@ -226,6 +253,27 @@ def test_tapes_and_then_a_distributed_optimizer() -> None:
     before = weight.numpy()
     hvd.DistributedOptimizer(sgd(1.0)).apply_gradients([(gradient(), weight)])
     np.testing.assert_allclose(weight, before - (SIZE + 1) / 2, rtol=1e-6)
+
+
+def test_one_rank_validates_in_an_eager_fit_with_a_function_of_the_scripts() -> None:
+    class Timed(keras.Sequential):
+        calls = 0
+
+        def make_train_function(self, force=False):
+            super().make_train_function(force)
+            if self.train_function != self.timed:
+                self.made, self.train_function = self.train_function, self.timed
+
+        def timed(self, iterator):
+            self.calls += 1
+            return self.made(iterator)
+
+    model = Timed([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(sgd()), "mse", run_eagerly=True)
+    validation = (X, Y) if RANK == 0 else None
+    model.fit(X, Y, epochs=2, validation_data=validation, callbacks=[BROADCAST(0)], **ALIKE)
+    assert model.calls == 2
+    assert_equal_on_all_ranks(model.get_weights())
 
 
 def test_loss_scales_behind_a_tape_with_a_divided_table() -> None:
