@@ -92,8 +92,8 @@ def _layers(
         if spec.regularizer == "kernel":
             mask["embeddings_regularizer"] = keras.regularizers.L2(0.01)
         if spec.constraint:
-            axis = 0 if spec.table == "columns" else 1
-            mask["embeddings_constraint"] = keras.constraints.MaxNorm(0.9, axis)
+            of_rows, of_all = keras.constraints.MaxNorm(0.9, 1), keras.constraints.NonNeg()
+            mask["embeddings_constraint"] = of_all if spec.table == "columns" else of_rows
         combines = divided is not None and spec.table == "columns" and spec.body == "embedding"
         if combines:
             mask["combiner"] = "mean"
