@@ -1,7 +1,5 @@
 """Ranks with batches of different sizes train as one process with their sum."""
 
-import itertools
-
 import keras
 import numpy as np
 import pyarrow
@@ -48,19 +46,6 @@ def mine(part: np.ndarray) -> np.ndarray:
     first = sum(SIZES[:RANK])
     steps = part.reshape(-1, TOTAL, *part.shape[1:])
     return steps[:, first : first + SIZES[RANK]].reshape(-1, *part.shape[1:])
-
-
-class Rows:
-    """A source of rows by number, as Hugging Face's."""
-
-    def __init__(self, parts) -> None:
-        self.parts = parts
-
-    def __len__(self) -> int:
-        return len(self.parts[0])
-
-    def __getitem__(self, row: int):
-        return tuple(part[row] for part in self.parts)
 
 
 # Random programs (tests/programs) have other losses, and data of other kinds.
@@ -115,28 +100,6 @@ def test_rows_of_predictions_count() -> None:
     every = [data(rank) for rank in range(SIZE)]
     x, y = (np.concatenate(p) for p in zip(*((x["nodes"], y) for x, y in every), strict=True))
     np.testing.assert_allclose(model.dense.kernel, 2 * x.T @ y / TOTAL, rtol=1e-4)
-
-
-@pytest.mark.parametrize("uneven", ["share", "pad", "trim"])
-def test_each_row_is_used_once(uneven: str) -> None:
-    length = 2 * TOTAL + TOTAL // 2  # the last step is short
-    x = np.arange(length)
-    for source in (x, (x, x), Rows((x, x))):
-        if uneven == "pad" and source is x:
-            continue
-        for shuffle in (False, True):
-            data = hvd.data.shard(source, batch_size=SIZES, shuffle=shuffle, uneven=uneven)
-            found, sizes = [], []
-            for batch in data:
-                values, weights = (batch[0], batch[-1]) if isinstance(batch, tuple) else (batch, 1)
-                sizes.append(len(values))
-                is_real = np.asarray(weights) > 0 if uneven == "pad" else np.ones(len(values), bool)
-                found += np.asarray(values)[is_real].tolist()
-            everyone = [*itertools.chain(*hvd.allgather_object(found))]
-            shares = TOTAL // np.gcd.reduce(SIZES)
-            used = {"pad": length, "trim": 2 * TOTAL}.get(uneven, length - length % TOTAL % shares)
-            assert len(everyone) == len(set(everyone)) == used
-            assert sizes[:2] == [SIZES[RANK]] * 2
 
 
 def test_a_rank_keeps_its_part_of_the_row_groups(directory, monkeypatch) -> None:

@@ -182,33 +182,6 @@ def test_elastic_state_leaves_the_ranks_different_masks() -> None:
     assert not (masks[0] == masks[1]).all()
 
 
-class Noise(keras.layers.Layer):
-    """Adds noise of the global generator, and keeps the last."""
-
-    def __init__(self):
-        super().__init__()
-        self.last = self.add_weight(shape=(4,), trainable=False)
-
-    def call(self, x):
-        noise = keras.random.normal((4,))
-        self.last.assign(noise)
-        return x + noise
-
-
-def test_noise_without_a_seed_differs_after_set_random_seed() -> None:
-    drawn = []
-    for _ in range(2):
-        keras.utils.set_random_seed(1)
-        noise = Noise()
-        model = keras.Sequential([keras.Input((4,)), noise, keras.layers.Dense(1)])
-        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
-        x = np.ones((4, 4), "float32")
-        model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=[BROADCAST(0)])
-        drawn.append(by_rank([noise.last]))
-    assert not np.isclose(drawn[0][0], drawn[0][1]).any()
-    assert (drawn[0] == drawn[1]).all()
-
-
 # A restart and values that Keras derives from variables.
 
 
