@@ -58,11 +58,12 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
     def __init__(self, root_rank: int, local_variables: Iterable[Any] | None = None) -> None:
         super().__init__()
         self.root_rank = root_rank
-        model_ranks.local_variables.add(*(local_variables or ()))
+        self._local = list(local_variables or ())
         self._epoch_runs = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Broadcasts. The model has its variables by now."""
+        model_ranks.local_variables.add(*self._local)
         process_set = self.process_set
         if not model_ranks.alone.get():
             process_set.check_root(self.root_rank)

@@ -5,6 +5,7 @@ from typing import Any
 
 from hvd_keras.callbacks.base import Callback
 
+from hvd_keras.gradients.model_ranks import reducer_within, reducers_of
 from hvd_keras.runtime.keras import innermost, is_legacy, keras, require, scaling
 
 _STEPS_AT_ONCE = "_steps_per_execution" if is_legacy else "steps_per_execution"
@@ -39,6 +40,12 @@ class _LearningRate(Callback):  # type: ignore[misc]
             logs["lr"] = self._get()
 
     def _get(self) -> float:
+        if reducers_of(self.model) and reducer_within(self.model.optimizer) is None:
+            raise ValueError(
+                f"{type(self).__name__}: the distributed optimizers are in attributes of the "
+                "model, and this callback sets the rate of the one in compile, which is not "
+                "distributed. Set theirs in a callback of your own, and remove this one."
+            )
         return float(self.model.optimizer.learning_rate)
 
     def _set(self, new: float) -> None:
@@ -193,7 +200,9 @@ def _momentum_buffers(optimizer: Any) -> list[Any]:
         require(optimizer, "_slots", "to correct the momentum")
         return [slots["momentum"] for slots in optimizer._slots.values() if "momentum" in slots]
     built = getattr(optimizer, "_built" if is_legacy else "built", False)
-    if not getattr(optimizer, "momentum", 0) or not built:
+    # Those of others, such as Muon, are sums of gradients without the rate.
+    has_rates = isinstance(optimizer, (keras.optimizers.SGD, keras.optimizers.RMSprop))
+    if not has_rates or not getattr(optimizer, "momentum", 0) or not built:
         return []
     name = "momentums" if hasattr(optimizer, "momentums") else "_momentums"
     require(optimizer, name, "to correct the momentum")

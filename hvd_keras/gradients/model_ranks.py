@@ -47,7 +47,7 @@ def is_sharded(optimizer: Any) -> bool:
 def optimizers_of(model: Any, within: bool = False) -> list[Any]:
     """The optimizers of a model: that of ``compile``, and those in attributes, such as a GAN's.
 
-    After a ``MultiOptimizer`` its parts follow; if a function chooses them, it must be built.
+    After a ``MultiOptimizer`` its parts follow; those that a function chooses, once it is built.
 
     Args:
         within: whether those of its layers follow, if it has a step of its own, which may use them;
@@ -60,9 +60,9 @@ def optimizers_of(model: Any, within: bool = False) -> list[Any]:
             # What compile has given a model within may be unused, and built on some ranks alone.
             found = _optimizers_in(vars(layer))
             optimizers += [one for one in found if one is not own or reducer_of(one)]
-    for value in map(innermost, optimizers):
-        if isinstance(value, _several) and not value.built and model.built:
-            value.build(model.trainable_variables)
+    main = innermost(getattr(model, "optimizer", None))  # another one may have some variables
+    if isinstance(main, _several) and not main.built and model.built:
+        main.build(model.trainable_variables)
     every = [one for value in optimizers for one in (value, *_parts_of(value))]
     return list({id(one): one for one in every}.values())
 
@@ -194,13 +194,10 @@ distributed: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def forget_local(model: Any) -> None:
-    """Let those variables of a model be local that its optimizers of today keep so."""
-    mine: list[Any] = reducers_of(model)
-    known = {number for reducer in mine for number in getattr(reducer, "local", ())}
-    for optimizer in distributed if mine else ():
-        for number, variable in optimizer._hvd_reducer.local.items():
-            if number not in known and any(variable is one for one in model.variables):
-                local_variables.discard(variable)
+    """Let those variables of a model be local that its distributed optimizers keep so."""
+    mine: list[Any] = _reducers(optimizers_of(model, within=True))
+    if mine:  # and not a tape in its step
+        local_variables.discard(*model.variables)
     for reducer in mine:
         if (reducer.rounds or reducer).process_set.size() > 1:
             local_variables.add(*getattr(reducer, "local", {}).values())

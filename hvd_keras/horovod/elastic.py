@@ -239,6 +239,11 @@ class TensorFlowKerasState(TensorFlowState):
                 "(shard_state, a divided table), and commits have those of rank 0 alone. Use "
                 "hvd.callbacks.Checkpoint, which saves all parts, with hvdrun --max-restarts."
             )
+        if model_ranks.rounds_of(model):
+            raise ValueError(
+                f"hvd.elastic: the optimizer of model {model.name!r} has sync_every, and commits "
+                "have weights of rank 0 alone. Use hvd.callbacks.Checkpoint."
+            )
         super().__init__(model_ranks.without_local(found), **attributes)
 
     def commit(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hvd_keras.data.sources import Passes
-from hvd_keras.gradients import model_ranks
+from hvd_keras.gradients import model_ranks, shards
 from hvd_keras.gradients.values import Values, check_rows, row_hashes
 from hvd_keras.runtime import agree, log, settings
 from hvd_keras.runtime.keras import keras, replaced, snapshot, summary
@@ -117,13 +117,20 @@ def refuse(callbacks: Sequence[Any], model: Any, process_set: ProcessSet) -> Non
                 f"differ from the rest. Use hvd.callbacks.Checkpoint({str(callback.backup_dir)!r})"
                 ", which writes on one rank and restores all."
             )
-        is_within = isinstance(callback, _CHECKPOINT) and callback.save_freq != "epoch"
-        if is_within and model_ranks.rounds_of(model):
+        orbax = getattr(keras.callbacks, "OrbaxCheckpoint", ())
+        parts = [*model.variables, *getattr(model.optimizer, "variables", ())]
+        if isinstance(callback, orbax) and any(map(shards.of, parts)):
             raise ValueError(
-                f"ModelCheckpoint: save_freq={callback.save_freq} would save weights of one rank, "
-                "because the optimizer has sync_every: the ranks have common weights at the end of "
-                'an epoch. Use save_freq="epoch", or hvd.callbacks.Checkpoint, which saves those '
-                "of all ranks."
+                "keras.callbacks.OrbaxCheckpoint would save this rank's parts of tables and of the "
+                "optimizer's state. Use hvd.callbacks.Checkpoint, which saves those of all ranks."
+            )
+        saves = isinstance(callback, (_CHECKPOINT, orbax))
+        if saves and callback.save_freq != "epoch" and model_ranks.rounds_of(model):
+            raise ValueError(
+                f"{type(callback).__name__}: save_freq={callback.save_freq} would save weights of "
+                "one rank, because the optimizer has sync_every: the ranks have common weights at "
+                'the end of an epoch. Use save_freq="epoch", or hvd.callbacks.Checkpoint, which '
+                "saves those of all ranks."
             )
         swap = getattr(keras.callbacks, "SwapEMAWeights", ())  # which tf_keras does not have
         if isinstance(callback, swap) and model_ranks.is_sharded(model.optimizer):

@@ -192,8 +192,7 @@ def _state(gradient: torch.Tensor) -> tuple[int, int]:
 
 def note_gradients(grad: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Replace ``torch.autograd.grad``: let an ``Ahead`` know what it returns."""
-    results = grad(*args, **kwargs)
-    inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+    results, inputs = grad(*args, **kwargs), args[1] if len(args) > 1 else kwargs["inputs"]
     for one, result in zip([inputs] if torch.is_tensor(inputs) else inputs, results, strict=False):
         if result is not None and torch.is_tensor(one) and one in _watched:
             watching, i = _watched[one]
@@ -310,7 +309,7 @@ class Reducer:
     def leave_uncompiled(self) -> None:
         """Let torch.compile break its graph at the exchange, which waits for other ranks."""
         self._optimizer.apply = torch.compiler.disable(self._apply)
-        self._reduced = torch.compiler.disable(self._reduced)  # type: ignore[method-assign]
+        self.apply_scaled = torch.compiler.disable(self.apply_scaled)  # type: ignore[method-assign]
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
         """Replace ``_clip_gradients``: called once per update, with the accumulated gradients."""

@@ -22,11 +22,12 @@ from hvd_keras.training import halves, variables
 
 @contextlib.contextmanager
 def checked(model: Any, data: Any, process_set: ProcessSet) -> Iterator[None]:
-    """Tell on all ranks if a step of training combines rows or adds them up; once a process set."""
-    if (number := process_set.id()) in (seen := vars(model).setdefault("_hvd_tried", set())):
+    """Tell on all ranks if a step of training combines rows or adds them up; once a ``compile``."""
+    seen = vars(model).setdefault("_hvd_tried", set())
+    if halves.known(model) and process_set.id() in seen:
         yield
         return
-    seen.add(number)
+    seen.add(process_set.id())
     found, name, has_others = halves.begin(model)
     if name == "train_step":
         with replaced(torch.autograd, "backward", _watching(found, torch.autograd.backward, data)):

@@ -266,10 +266,11 @@ def test_schedule_by_a_number_and_by_fractions_of_epochs() -> None:
     np.testing.assert_allclose(record.seen, [0.25] * n + [1 + i / n for i in range(n)], rtol=1e-5)
 
 
-@pytest.mark.parametrize("corrected", [False, True])
-def test_momentum_correction_scales_the_buffers_with_the_rate(corrected: bool) -> None:
-    """See Goyal et al., section 3: the buffers hold old rates times gradients."""
-    model = compiled(training.dense_model())
+@pytest.mark.parametrize(("optimizer", "corrected"), [(None, False), (None, True), ("Muon", True)])
+def test_momentum_correction_scales_the_buffers_with_the_rate(optimizer, corrected: bool) -> None:
+    """See Goyal et al., section 3: buffers hold old rates times gradients, but not those of Muon."""
+    muon = [keras.optimizers.Muon(0.01)] if optimizer else []
+    model = compiled(training.dense_model(), *muon)
     model.optimizer.build(model.trainable_variables)
     buffers = Record(lambda net: net.optimizer.momentums[0].numpy())
     halve = hvd.callbacks.LearningRateScheduleCallback(
@@ -279,7 +280,7 @@ def test_momentum_correction_scales_the_buffers_with_the_rate(corrected: bool) -
     fit(model, [buffers, halve, after], epochs=2)
     i = training.STEPS  # the first batch of the second epoch
     assert np.abs(buffers.seen[i]).max() > 0
-    factor = 0.5 if corrected else 1.0
+    factor = 0.5 if corrected and not muon else 1.0
     np.testing.assert_allclose(after.seen[i], buffers.seen[i] * factor, rtol=1e-5)
     np.testing.assert_array_equal(after.seen[i + 1], buffers.seen[i + 1])
 
@@ -288,6 +289,14 @@ def test_schedule_on_a_schedule_is_refused() -> None:
     rate = keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.5)
     model = compiled(training.dense_model(), keras.optimizers.SGD(rate))
     with pytest.raises(ValueError, match="is a schedule, which cannot be set"):
+        fit(model, [hvd.callbacks.LearningRateScheduleCallback(0.1, 1.0)])
+
+
+def test_the_rate_of_optimizers_in_attributes_is_refused() -> None:
+    model = compiled(training.dense_model())
+    model.other = model.optimizer
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="are in attributes of the model"):
         fit(model, [hvd.callbacks.LearningRateScheduleCallback(0.1, 1.0)])
 
 

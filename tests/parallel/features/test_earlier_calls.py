@@ -1,5 +1,7 @@
 """What a script has called before changes neither what ``fit`` computes nor what it tells."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -226,8 +228,11 @@ def test_normalization_that_is_adapted_between_two_fits(eager: bool) -> None:
 
 def test_layers_that_are_local_no_longer() -> None:
     model = compiled(sgd(), keras.layers.Dense(2))
-    head = model.layers[-1]
-    for partial in (True, False, True):
+    head, weights = model.layers[-1], model.trainable_variables
+    hvd.broadcast_variables(model.variables, 0)
+    partial_tape = functools.partial(hvd.PartialDistributedGradientTape, local_layers=head)
+    step_of(sgd(), weights, partial_tape, lambda: tf.reduce_mean((model(X) - Y) ** 2))
+    for partial in (False, True, False, True):
         optimizer = hvd.DistributedOptimizer(sgd())
         if partial:
             optimizer = hvd.PartialDistributedOptimizer(sgd(), local_layers=head)
