@@ -157,9 +157,10 @@ def _close(one: Any, other: Any) -> bool:
     if not (one.dtype.is_floating or one.dtype.is_complex):
         return bool(np.mean(a != b) <= _OUTPUTS)  # classes may be equal to rounding
     a, b = (np.asarray(x, "complex128" if one.dtype.is_complex else "float64") for x in (a, b))
-    if not np.array_equal(np.isnan(a), np.isnan(b)):
+    finite = np.isfinite(a)
+    if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
         return False
-    a, b = (np.nan_to_num(x) for x in (a, b))
+    a, b = a[finite], b[finite]
     most = _OUTPUTS * (_HALF if one.dtype.size < 4 else 1)
     return bool(np.abs(a - b).max(initial=0) <= most * np.abs(a).max(initial=0) + _TINY)
 
@@ -188,7 +189,8 @@ def _drift(
             moved, apart = (float(abs(tf.norm(x))) for x in (moves[0], moves[1] - moves[0]))
             least = _TINY * float(abs(tf.norm(one)))
             if not apart <= _CHANGES * moved + least and np.isfinite(moved):
-                drift[i] = apart / (moved + least) if moved + least else math.inf
+                known = math.isfinite(apart) and moved + least
+                drift[i] = apart / (moved + least) if known else math.inf
         elif not bool(tf.reduce_all(tf.equal(one, two))):
             drift[i] = 1.0
     return drift

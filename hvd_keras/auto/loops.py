@@ -176,6 +176,8 @@ class Body:
 def _join(before: Any, after: Any) -> Any:
     if before == after or after == List(None):
         return before
+    if isinstance(after, Partial) and after != SUM:  # workers begin with 0, which counts
+        raise places.UnknownError(f"loop variable {before} becomes {after}")
     if before in (FULL, List(None)) and not (isinstance(before, List) and after == FULL):
         return after
     raise places.UnknownError(f"loop variable {before} becomes {after}")
@@ -248,6 +250,8 @@ def _settle(body: Any, inputs: list[Value], placed: list[Any], same: list[bool])
         traced = Body(body, values)
         after = [_join(p, v.place) for p, v in zip(placed, traced.outputs, strict=True)]
         if after == placed:
+            if any(v.is_size for v in traced.outputs):
+                raise places.UnknownError("a size of the batch")
             return placed, values, traced
         placed = after
     raise places.UnknownError("no fixed point")

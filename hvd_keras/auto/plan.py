@@ -151,9 +151,9 @@ class Plan:
         evaluate(node)
         self._shapes.infer(node, node.inputs)
         is_stateful = bool(node.op.op_def.is_stateful)
-        if is_stateful and "seed" in node.op.node_def.attr and "Cudnn" not in node.type:
+        if (drawing := _drawing(node.op)) is not None:
             raise places.WholeError(
-                f"{node.type}{_line_of(node.op)} draws random numbers by a state that one trace "
+                f"{drawing.type}{_line_of(drawing)} draws random numbers by a state that one trace "
                 "has; use keras.random"
             )
         if node.outputs and all(v.sym is not None for v in node.outputs) and not is_stateful:
@@ -318,6 +318,17 @@ def need_of_list(node: Node, value: Value, need: List) -> Any:
     if node.type == "TensorListFromTensor" and value is node.inputs[0]:
         return Rows(need.of.axis + 1, need.of.m) if isinstance(need.of, Rows) else ALL
     return ALL if value.sym is None else sizes_of(value)
+
+
+def _drawing(op: Any) -> Any:
+    """An op, or one that it calls, which draws random numbers by a state of its own; else None."""
+    if op.op_def.is_stateful and "seed" in op.node_def.attr and "Cudnn" not in op.type:
+        return op
+    attributes = op.node_def.attr.values()
+    called = [f.name for value in attributes for f in (value.func, *value.list.func) if f.name]
+    graphs = [getattr(op.graph._get_function(name), "graph", None) for name in called]
+    inner = (one for graph in graphs if graph is not None for one in graph.get_operations())
+    return next(filter(None, map(_drawing, inner)), None)
 
 
 def _line_of(op: Any) -> str:

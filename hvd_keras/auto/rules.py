@@ -75,7 +75,7 @@ def has_partial(node: Node) -> bool:
 
 def all_of(value: Value) -> Any:
     """A need of sizes or other small constants."""
-    found = fixed(value)
+    found = fixed(value) if (value.shape.rank or 0) < 2 else None
     return ALL if found is None else Dims(tuple(found), scalar=value.shape.rank == 0)
 
 
@@ -92,8 +92,8 @@ def linear(node: Node) -> Plan:
     sums = [x.place == SUM for x in node.inputs]
     if node.type == "Cast":
         after = node.outputs[0].dtype
-        is_half = 2 in (after.size, first.dtype.size)
-        if not after.is_floating or is_half or after.size < first.dtype.size:
+        is_small = min(after.size, first.dtype.size) < 4
+        if not after.is_floating or is_small or after.size < first.dtype.size:
             return None  # the sum itself may overflow, and must do so as it does on one process
     if node.type in _ADDITIVE:
         same = all(x.shape.as_list() == node.outputs[0].shape.as_list() for x in node.inputs)
@@ -231,6 +231,8 @@ def _contract(node: Node, terms: list[str], out: str) -> Plan:
     pairs = list(zip(terms, node.inputs, strict=True))
     divided = [(t, x.place) for t, x in pairs if isinstance(x.place, Rows)]
     label, m = only((t[place.axis], place.m) for t, place in divided)
+    if out.count(label) > 1:
+        return None
     needs: list[Any] = []
     for term, x in pairs:
         if label not in term:

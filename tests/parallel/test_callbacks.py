@@ -268,7 +268,7 @@ def test_schedule_by_a_number_and_by_fractions_of_epochs() -> None:
 
 @pytest.mark.parametrize(("optimizer", "corrected"), [(None, False), (None, True), ("Muon", True)])
 def test_momentum_correction_scales_the_buffers_with_the_rate(optimizer, corrected: bool) -> None:
-    """See Goyal et al., section 3: buffers hold old rates times gradients, but not those of Muon."""
+    """See Goyal et al., section 3: buffers hold old rates times gradients; those of Muon do not."""
     muon = [keras.optimizers.Muon(0.01)] if optimizer else []
     model = compiled(training.dense_model(), *muon)
     model.optimizer.build(model.trainable_variables)
