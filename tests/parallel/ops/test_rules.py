@@ -112,6 +112,38 @@ def test_elementwise(count):
         check(lambda *a, f=compute: list(f(*a)), *arrays, rows(4, count=3, dtype=dtype), parts=2)
 
 
+def test_only_what_is_exact_is_divided():
+    def worst(x, rounds):
+        loop = tf.while_loop(
+            lambda i, _: i < rounds, lambda i, _: (i + 1, tf.reduce_max(x)), (0, tf.constant(-5.0))
+        )
+        return loop[1]
+
+    numbers, many = rows(2, 2, dtype="int32"), rows(count=300)
+    factors, small = tf.constant([[1], [10]]), tf.uint8
+    check(lambda x: tf.reduce_sum(x, 0) * factors, numbers)
+    check(lambda x: tf.reduce_mean(tf.reduce_sum(x, 0)), numbers)
+    overflows = lambda x: tf.cast(tf.reduce_sum(tf.cast(x > 0, small)), tf.float32)  # noqa: E731
+    check(overflows, many)
+    for rounds in (0, 1):
+        check(lambda x, n=rounds: worst(x, n), -many, whole={"StatelessWhile"})
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, 2.5])
+def test_wrong_numbers_do_not_pass_the_check(wrong):
+    variable = tf.Variable([1.0, 2.0])
+
+    def step(change):
+        variable.assign_add([change, 0.0])
+        return tf.constant(0.0)
+
+    text, _ = auto_check.compared(lambda: step(1.0), lambda: step(wrong), [variable.handle])
+    assert "a variable is" in text
+    expected = tf.constant([1.0, np.inf])
+    text, _ = auto_check.compared(lambda: expected, lambda: tf.constant([wrong, np.inf]), [])
+    assert "output 0 is" in text
+
+
 def one_of_each(x, i):
     """Ops whose rows are independent, on images of 6 x 6 x 2 and on labels."""
     strides = [1, 2, 2, 1]
