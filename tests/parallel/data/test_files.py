@@ -267,7 +267,7 @@ def test_seeds_depend_on_row_and_epoch_only(pattern: str) -> None:
         passes = sharding.passes_of(ordered)
         begun = agree.gather_json("begun", sources.begun(passes))
         with pytest.raises(ValueError, match="different numbers of passes"):
-            sources.check_passes(passes, begun, "data", hvd.global_process_set)
+            sources.check_passes(passes, begun, hvd.global_process_set)
 
 
 def test_an_index_is_kept_and_not_trusted_when_its_file_has_changed(pattern: str) -> None:
