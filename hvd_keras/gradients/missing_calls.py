@@ -117,12 +117,10 @@ def check_update(optimizer: Any, gradients: list[Any], variables: list[Any]) -> 
         + " the gradients with hvd.allreduce (of a tape: hvd.DistributedGradientTape). If a rank "
         "trains alone on purpose, write: with hvd.local_fit(): ..."
     )
-    from hvd_keras import ops
-
     if not first_steps_are_local or in_fit.get() or not variables:
         # A graph may apply what the script has reduced outside of it; that cannot be seen.
         is_here = any(_noted(v) is graph() for v in variables)
-        parts = in_fit.get() or is_eager() or is_here or not ops.has_reduced()
+        parts = in_fit.get() or is_eager() or is_here or not _has_reduced()
         tell(text, global_process_set, RuntimeError, parts=parts)
         told_alone.add(*variables)
         return
@@ -222,7 +220,8 @@ def _averages_itself(optimizer: Any, pairs: list[tuple[Any, Any]]) -> bool:
         # After another hvd.init() the counters begin anew.
         done = [None if number is not None and number < 0 else number for number in done]
         # An average of the loss is fewer bytes than gradients are, even if these are compressed.
-        present = [getattr(one, "values", one) for one, _ in pairs if one is not None]
+        given = [one for one, _ in pairs if one is not None]
+        present = [one.values if hasattr(one, "dense_shape") else one for one in given]
         least = max(1, min(_FEW_BYTES, sum(math.prod(one.shape) for one in present)))
         return any(number is None or number >= least for number in done or [before])
     from hvd_keras import ops
@@ -440,6 +439,13 @@ def exchange_by(who: Literal["optimizer", "tape"]) -> Iterator[None]:
             yield
     finally:
         _bytes[who] += count("bytes") - before if is_eager() else 0
+
+
+def _has_reduced() -> bool:
+    """Whether a script of TensorFlow has called ``allreduce``."""
+    from hvd_keras import ops
+
+    return ops.has_reduced()
 
 
 def _by_script(tapes: bool = True) -> int:
