@@ -15,6 +15,7 @@ from hvd_keras.auto import loops, places
 from hvd_keras.auto.places import ALL, FULL, ROOT, SENT, Dim, Dims, List, Node, Partial, Rows, Value
 from hvd_keras.auto.rules import ELEMENTWISE, RULES
 from hvd_keras.auto.sizes import Shapes, evaluate, fixed, shape_of, sizes_of
+from hvd_keras.ops.allreduce import called_by
 
 # What may use any variable, out of sight.
 _OPAQUE = ("EagerPyFunc", "PyFunc", "PyFuncStateless")
@@ -324,11 +325,7 @@ def _drawing(op: Any) -> Any:
     """An op, or one that it calls, which draws random numbers by a state of its own; else None."""
     if op.op_def.is_stateful and "seed" in op.node_def.attr and "Cudnn" not in op.type:
         return op
-    attributes = op.node_def.attr.values()
-    called = [f.name for value in attributes for f in (value.func, *value.list.func) if f.name]
-    graphs = [getattr(op.graph._get_function(name), "graph", None) for name in called]
-    inner = (one for graph in graphs if graph is not None for one in graph.get_operations())
-    return next(filter(None, map(_drawing, inner)), None)
+    return next(filter(None, map(_drawing, called_by(op))), None)
 
 
 def _line_of(op: Any) -> str:

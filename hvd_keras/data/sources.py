@@ -166,9 +166,8 @@ _ADVICE = {
 
 def check_source(rows: Source, given: str, process_set: ProcessSet) -> None:
     """Raise ValueError on all ranks if their sources or arguments (``given``) cannot be used."""
-    split = rows.split
+    split, rows.process_set = rows.split, process_set
     # The first that differs is told; it often is why later ones do.
-    rows.process_set = process_set
     facts = {
         "arguments": given,
         "rows per batch": rows.batch_size,

@@ -34,7 +34,7 @@ in_fit: contextvars.ContextVar[Any] = contextvars.ContextVar("a fit is running",
 fit_is_known = contextvars.ContextVar("fit knows the ranks", default=True)
 
 # A loop that has made this many steps with different weights will not broadcast them any more.
-STEPS_UNTIL_TOLD = 20
+_STEPS_UNTIL_TOLD = 20
 
 # A script whose first steps are local and that has exchanged nothing until then never will.
 _SECONDS_UNTIL_TOLD = 60
@@ -154,7 +154,7 @@ def note_tape(sources: Sequence[Any], gradients: Iterable[Any]) -> None:
     if variables and rank_info.is_initialized() and rank_info.size() > 1:
         if not (_updates_are_checked or model_ranks.alone.get()):
             _check_at_exit()
-        where = _by_script(tapes=False) if is_eager() else weakref.ref(graph())
+        where = _by_script() - _bytes["tape"] if is_eager() else weakref.ref(graph())
         for variable in variables:
             shards.inner_variable(variable)._hvd_tape = where
 
@@ -210,13 +210,11 @@ def _averages_itself(optimizer: Any, pairs: list[tuple[Any, Any]]) -> bool:
         # What this process had exchanged when a tape returned the gradients; or, of those from
         # elsewhere, at the optimizer's last step.
         before, now = _exchanged_before.get(optimizer), _by_script()
+        without_tapes = now - _bytes["tape"]
         _exchanged_before[optimizer] = now
         # A function may have returned them, which was traced before.
         notes = [None if v in _in_functions else _noted(v) for _, v in pairs]
-        done = [
-            _by_script(tapes=False) - n if isinstance(n, int) else before and now - before
-            for n in notes
-        ]
+        done = [without_tapes - n if isinstance(n, int) else before and now - before for n in notes]
         # After another hvd.init() the counters begin anew.
         done = [None if number is not None and number < 0 else number for number in done]
         # An average of the loss is fewer bytes than gradients are, even if these are compressed.
@@ -270,7 +268,7 @@ def mark_reduced(sources: Iterable[Any], by_tape: bool = False, size: int = 1) -
             shards.inner_variable(variable)._hvd_tape = None
 
 
-def forget_tapes(variables: Iterable[Any]) -> None:
+def forget_tapes(variables: Sequence[Any]) -> None:
     """Forget which gradients distributed tapes have returned in eager code: they are applied."""
     for noted in of_distributed.values():
         noted.discard(*variables)
@@ -360,7 +358,7 @@ def check_weights(
         synchronized.discard(*variables, *trained)  # what was broadcast has changed since
         begun_apart.add(*variables, *trained)
         # In a graph, the requests of later steps can be counted, not the steps.
-        last = count("requests") + requests * STEPS_UNTIL_TOLD
+        last = count("requests") + requests * _STEPS_UNTIL_TOLD
         _tell_later(
             text,
             process_set,
@@ -448,9 +446,9 @@ def _has_reduced() -> bool:
     return ops.has_reduced()
 
 
-def _by_script(tapes: bool = True) -> int:
-    """How many bytes others have, with those of tapes or without."""
-    return count("bytes") - _bytes["optimizer"] - (0 if tapes else _bytes["tape"])
+def _by_script() -> int:
+    """How many bytes were exchanged otherwise than by optimizers, those of tapes included."""
+    return count("bytes") - _bytes["optimizer"]
 
 
 def _tell_later(

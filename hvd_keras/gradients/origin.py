@@ -216,6 +216,7 @@ def note_exchange(
         if not tf.executing_eagerly():
             _exchanged.setdefault(values.graph, {})[values.name] = process_set.id()
         elif hasattr(source, "assign"):
+            missing_calls.forget_tapes([source])  # of other sets: the last one counts
             missing_calls.of_distributed[process_set.id()].add(source)
 
 
@@ -239,7 +240,7 @@ def were_exchanged(
         mine = is_same or not any(variable in _of_others for _, variable in pairs)
         found = all(agree.gather_json(f"{name} of tapes", mine, process_set))
     if tf.executing_eagerly():
-        missing_calls.forget_tapes(v for _, v in pairs)
+        missing_calls.forget_tapes([v for _, v in pairs])
         _of_others.discard(*(v for _, v in pairs))
     return found
 

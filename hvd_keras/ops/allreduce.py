@@ -1,7 +1,7 @@
 """Allreduce: every rank gets the sum, mean, ... of all ranks' tensors."""
 
 import contextvars
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -46,11 +46,15 @@ def is_reduced(gradient: Any, of_tapes: Mapping[Any, Collection[str]]) -> bool:
 
 def _exchanges(op: tf.Operation) -> bool:
     """Whether an op, or a function that it calls, is one of ``native/tensorflow``."""
+    return op.type.startswith("Hvd") or any(map(_exchanges, called_by(op)))
+
+
+def called_by(op: tf.Operation) -> Iterator[tf.Operation]:
+    """Yield the ops of the functions that an op calls, as far as they are known."""
     attributes = op.node_def.attr.values()
-    called = [f.name for value in attributes for f in (value.func, *value.list.func) if f.name]
-    graphs = [getattr(op.graph._get_function(name), "graph", None) for name in called]
-    inner = (one for graph in graphs if graph is not None for one in graph.get_operations())
-    return op.type.startswith("Hvd") or any(map(_exchanges, inner))
+    for name in [f.name for value in attributes for f in (value.func, *value.list.func) if f.name]:
+        graph = getattr(op.graph._get_function(name), "graph", None)
+        yield from () if graph is None else graph.get_operations()
 
 
 def has_reduced(arrays: bool = False) -> bool:

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
+from hvd_keras.gradients import missing_calls
 from hvd_keras.runtime import process_sets
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -107,6 +108,9 @@ def test_a_tape_of_a_set_is_none_of_all_ranks(in_graph: bool) -> None:
     own = [hvd.add_process_set([rank]) for rank in range(SIZE)]
     weight, optimizer = tf.Variable([1.0]), hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
     optimizer.build([weight])
+    with tf.GradientTape() as tape:
+        loss = weight * (RANK + 1.0)
+    hvd.DistributedGradientTape(tape).gradient(loss, weight)  # not applied
 
     def step() -> None:
         with tf.GradientTape() as tape:
@@ -116,6 +120,7 @@ def test_a_tape_of_a_set_is_none_of_all_ranks(in_graph: bool) -> None:
 
     (tf.function(step) if in_graph else step)()
     np.testing.assert_allclose(weight, [1 - (SIZE + 1) / 2], rtol=1e-6)
+    assert in_graph or not any(weight in one for one in missing_calls.of_distributed.values())
     for one in own:
         hvd.remove_process_set(one)
 
