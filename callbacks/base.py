@@ -14,12 +14,6 @@ class Callback(keras.callbacks.Callback):  # type: ignore[misc]
     # For a model without a distributed optimizer, whose train_step uses a DistributedGradientTape.
     _hvd_process_set: ProcessSet = process_sets.global_process_set
 
-    def set_model(self, model: Any) -> None:
-        """Called by Keras; registers the process set of a model without one."""
-        super().set_model(model)
-        if model is not None and not model_ranks.alone.get():
-            model_ranks.together[model] = self._hvd_process_set
-
     @property
     def process_set(self) -> ProcessSet:
         """The ranks that train the model."""

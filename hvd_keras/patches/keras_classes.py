@@ -93,7 +93,7 @@ _sets: weakref.WeakKeyDictionary[Any, ProcessSet] = weakref.WeakKeyDictionary()
 
 def _process_set(layer: Any) -> ProcessSet | None:
     """Return the ranks over which a layer computes moments; None if it is this rank alone."""
-    is_alone = model_ranks.alone.get() and not missing_calls.in_fit.get()
+    is_alone = model_ranks.alone.get() and not missing_calls.fit_has(layer.variables)
     if not rank_info.is_initialized() or is_alone or model_ranks.fits_alone.get():
         return None
     process_set = _sets.get(layer, global_process_set)

@@ -469,19 +469,20 @@ def _check_constants(mine: Any, process_set: ProcessSet) -> None:
 
 
 def _process_set(model: Any, callbacks: list[Any]) -> ProcessSet | None:
-    process_set = model_ranks.process_set_of(model)
-    if process_set is not None or model_ranks.alone.get():
-        return process_set
-    # A train_step with hvd.DistributedGradientTape is recognised by callbacks of hvd_keras.
-    given = [getattr(callback, "_hvd_process_set", None) for callback in callbacks]
-    sets: dict[Any, ProcessSet] = {one.process_set_id: one for one in given if one is not None}
-    everyone = sets.pop(0, None)  # by default
-    if len(sets) > 1:
-        raise ValueError(
-            f"the callbacks of model {model.name!r} have different process sets: "
-            f"{', '.join(map(str, sets.values()))}. Give them that of hvd.DistributedGradientTape."
-        )
-    return next(iter(sets.values()), everyone)
+    if not model_ranks.alone.get():
+        # A train_step with hvd.DistributedGradientTape is recognised by callbacks of hvd_keras.
+        given = [getattr(callback, "_hvd_process_set", None) for callback in callbacks]
+        sets: dict[Any, ProcessSet] = {one.process_set_id: one for one in given if one is not None}
+        everyone = sets.pop(0, None)  # by default
+        if len(sets) > 1:
+            raise ValueError(
+                f"the callbacks of model {model.name!r} have different process sets: "
+                f"{', '.join(map(str, sets.values()))}. Give them that of "
+                "hvd.DistributedGradientTape."
+            )
+        if found := next(iter(sets.values()), everyone):
+            model_ranks.together[model] = found
+    return model_ranks.process_set_of(model)
 
 
 def flat(callbacks: Any) -> list[Any]:

@@ -209,7 +209,9 @@ def test_a_step_without_exchange_raises() -> None:
         one_step(hvd.DistributedOptimizer(optimizer))
 
 
-@pytest.mark.parametrize("alone", ["local_fit", "loop in local_fit", "a set of one rank"])
+@pytest.mark.parametrize(
+    "alone", ["local_fit", "loop in local_fit", "in another fit", "a set of one rank"]
+)
 def test_batch_normalisation_of_a_rank_that_trains_alone(alone: str) -> None:
     """Even if it is synchronized, which it is on all ranks otherwise."""
     x = np.arange(4.0)[:, None] + 100 * RANK
@@ -221,6 +223,14 @@ def test_batch_normalisation_of_a_rank_that_trains_alone(alone: str) -> None:
         model.fit(x, x, verbose=0)
         for one in sets:
             hvd.remove_process_set(one)
+    elif alone == "in another fit":
+
+        def on_epoch_end(*_) -> None:
+            with hvd.local_fit():
+                layer(x, training=True)
+
+        callback = keras.callbacks.LambdaCallback(on_epoch_end=on_epoch_end)
+        one_step(hvd.DistributedOptimizer("sgd"), callbacks=[callback])
     else:
         model.compile("sgd", "mse")
         with hvd.local_fit():

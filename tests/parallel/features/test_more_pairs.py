@@ -193,3 +193,28 @@ def test_loss_scaling_adds_no_request_and_no_rank_updates_after_an_overflow() ->
     model.fit(x, bad, **arguments)
     assert all((a == b).all() for a, b in zip(before, model.get_weights(), strict=True))
     assert by_rank([optimizer.dynamic_scale]).ravel() == pytest.approx([8.0 / 2**6] * SIZE)
+
+
+# Callbacks of which one alone names the ranks.
+
+
+def test_a_callback_without_a_set_follows_the_one_that_names_it(directory) -> None:
+    class Taped(keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            with hvd.DistributedGradientTape(tf.GradientTape(), process_set=some) as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": loss}
+
+    some = hvd.add_process_set([1])
+    if RANK == 1:
+        model = Taped([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        checkpoint = hvd.callbacks.Checkpoint(directory, process_set=some)
+        averages = hvd.callbacks.MetricAverageCallback()
+        model.fit(*rows_of(RANK), verbose=0, callbacks=[checkpoint, averages])
+        assert averages.process_set.ranks == [1]
+    hvd.barrier()
+    hvd.remove_process_set(some)
