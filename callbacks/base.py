@@ -1,7 +1,5 @@
 """Base class of the callbacks: knows which ranks train the model."""
 
-from typing import Any
-
 from hvd_keras.gradients import model_ranks
 from hvd_keras.runtime import process_sets
 from hvd_keras.runtime.keras import keras

@@ -42,9 +42,9 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
 
     Args:
         root_rank: the rank whose state all ranks get.
-        local_variables: variables that keep their values, besides those that the optimizer knows as
-            local: those of a ``hvd.PartialDistributedGradientTape`` in ``train_step``, because a
-            tape names them only in the first step.
+        local_variables: variables, or one, that keep their values, besides those that the optimizer
+            knows as local: those of a ``hvd.PartialDistributedGradientTape`` in ``train_step``,
+            because a tape names them only in the first step.
 
     Raises:
         ValueError: (in ``fit``, on every rank) ``root_rank`` is not among the ranks that train the
@@ -55,10 +55,11 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
         model.fit(data, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
     """
 
-    def __init__(self, root_rank: int, local_variables: Iterable[Any] | None = None) -> None:
+    def __init__(self, root_rank: int, local_variables: Iterable[Any] | Any = ()) -> None:
         super().__init__()
         self.root_rank = root_rank
-        self._local = list(local_variables or ())
+        is_one = hasattr(local_variables, "assign")
+        self._local = [local_variables] if is_one else list(local_variables or ())
         self._epoch_runs = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:

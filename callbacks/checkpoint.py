@@ -341,6 +341,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         metrics, kept = [], []
         rank, ranks = self._hvd_process_set.rank(), found.metadata["ranks"]
         same_ranks = ranks == self._hvd_process_set.size()
+        attributes = variables.unlisted(self.model._flatten_layers())
         for number, described in enumerate(found.more, len(found.stored + found.rounds)):
             path, *_, by_rank = described
             if path.startswith(per_rank.CALLBACK):
@@ -350,10 +351,13 @@ class Checkpoint(Callback):  # type: ignore[misc]
                 per_rank.restore(self.directory, found.metadata, number, kept[-1])
                 continue
             value = found.value(number, self._hvd_process_set)
-            if path.startswith(per_rank.CALLBACK):
-                shards.assign(kept[-1], value[rank % len(value)] if by_rank else value)
+            mine = value[rank % ranks] if by_rank else value
+            if path.startswith(per_rank.ATTRIBUTE):
+                resuming.set_attribute(attributes, path, mine)
+            elif path.startswith(per_rank.CALLBACK):
+                shards.assign(kept[-1], mine)
             elif same_ranks:
-                metrics.append(value[rank] if by_rank else value)
+                metrics.append(mine)
             else:  # states are sums, of which one rank may have all
                 total = value.sum(axis=0) if by_rank else value * ranks
                 metrics.append(total if rank == 0 else np.zeros_like(total))
@@ -434,9 +438,9 @@ class Checkpoint(Callback):  # type: ignore[misc]
         fit = running(self.model)
         callbacks = fit.callbacks if fit else []
         mine_now = [bool(self.model.stop_training), resuming.numbers_of(callbacks)]
-        name = "checkpoint callbacks"
-        states = agree.gather_if_different(name, mine_now, process_set) or [mine_now]
-        kept = resuming.arrays_of(callbacks, states[0][1], self.model)
+        states = agree.gather_if_different("callbacks' state", mine_now, process_set) or [mine_now]
+        kept = resuming.kept_of(variables.unlisted(self.model._flatten_layers()))
+        kept += resuming.arrays_of(callbacks, states[0][1], self.model)
         values = [*map(snapshot, [*own, *metrics]), *(array.value for array in kept)]
         # Most variables are equal, by construction: these are written from rank 0 alone.
         equal = self._compared_by_fit()

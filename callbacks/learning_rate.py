@@ -17,8 +17,16 @@ class _LearningRate(Callback):  # type: ignore[misc]
     _scale: Any = None  # multiplies the momentum buffers with these ids
     _scaled: tuple[int, ...] = ()
 
-    def __init__(self, momentum_correction: bool, steps_per_epoch: int | None) -> None:
+    def __init__(
+        self, initial_lr: float, momentum_correction: bool, steps_per_epoch: int | None
+    ) -> None:
         super().__init__()
+        if initial_lr is None:
+            raise ValueError(
+                f"{type(self).__name__}: initial_lr is None, expected a learning rate, such as "
+                "0.01 * hvd.size()."
+            )
+        self.initial_lr = initial_lr
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
         self._epoch = 0
@@ -86,8 +94,8 @@ class LearningRateScheduleCallback(_LearningRate):
         steps_per_epoch: batches per epoch, for ``staircase=False``. Default: as ``fit`` knows.
 
     Raises:
-        ValueError: (in ``fit``) the number of steps is needed and unknown, or the optimizer's
-            learning rate is a schedule or does not exist (``MultiOptimizer``).
+        ValueError: ``initial_lr`` is None; (in ``fit``) the number of steps is needed and unknown,
+            or the optimizer's learning rate is a schedule or does not exist (``MultiOptimizer``).
 
     Example:
         hvd.callbacks.LearningRateScheduleCallback(0.1, lambda epoch: 0.1 ** (epoch // 30))
@@ -103,8 +111,7 @@ class LearningRateScheduleCallback(_LearningRate):
         momentum_correction: bool = True,
         steps_per_epoch: int | None = None,
     ) -> None:
-        super().__init__(momentum_correction, steps_per_epoch)
-        self.initial_lr = initial_lr
+        super().__init__(initial_lr, momentum_correction, steps_per_epoch)
         self.multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier
         self.start_epoch = start_epoch
         self.end_epoch = end_epoch
@@ -160,10 +167,9 @@ class LearningRateWarmupCallback(_LearningRate):
         verbose: int = 0,
         warmup_steps: int | None = None,
     ) -> None:
-        super().__init__(momentum_correction, steps_per_epoch)
+        super().__init__(initial_lr, momentum_correction, steps_per_epoch)
         if warmup_steps is not None and (not isinstance(warmup_steps, int) or warmup_steps < 1):
             raise ValueError(f"warmup_steps is {warmup_steps!r}, expected a positive integer.")
-        self.initial_lr = initial_lr
         self.warmup_epochs = warmup_epochs
         self.warmup_steps = warmup_steps
         self.verbose = verbose

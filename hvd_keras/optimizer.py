@@ -1,5 +1,6 @@
 """``DistributedOptimizer`` and ``DistributedGradientTape``: fed with the gradients of all."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -470,9 +471,12 @@ def _reducer(
     options: agreement.ExchangeOptions, groups: agreement.Groups
 ) -> reducer.GradientReducer:
     """The reducer for all tapes with these options, since a loop makes a new tape in each step."""
-    ids: Any = groups  # the reducer keeps the variables, so no other one gets their ids
+    kept, ids = _reducers, groups
     if not isinstance(groups, int):
+        # Kept by one of the variables, which it keeps: it ends with their model.
+        first = next(itertools.chain(*groups))
+        kept = vars(shards.inner_variable(first)).setdefault("_hvd_reducers", {})
         ids = tuple(tuple(map(shards.variable_id, group)) for group in groups)
-    if (options, ids) not in _reducers:
-        _reducers[options, ids] = reducer.GradientReducer("tape", options, groups)
-    return _reducers[options, ids]
+    if (options, ids) not in kept:
+        kept[options, ids] = reducer.GradientReducer("tape", options, groups)
+    return kept[options, ids]

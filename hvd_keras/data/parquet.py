@@ -144,7 +144,8 @@ def array_of(name: str, column: Any) -> Any:
     kinds = types.is_list, types.is_large_list, types.is_fixed_size_list
     if not any(is_kind(column.type) for is_kind in kinds):
         array = column.to_numpy(zero_copy_only=False)
-        if array.dtype.kind not in "biuf" and not isinstance(array.flat[0], str | bytes):
+        is_other = array.dtype.kind not in "biuf" and array.size > 0
+        if is_other and not isinstance(array.flat[0], str | bytes):
             raise ValueError(
                 f"column {name!r} has the type {column.type}; expected numbers, strings, or arrays "
                 "of them"

@@ -287,9 +287,12 @@ def fit_has(variables: Sequence[Any]) -> bool:
 unaveraged: list[tuple[str, Any]] = []
 
 
-def warn_if_averaged(text: str) -> None:
-    """Warn about a loss, if a reducer averages its gradients: in this graph, or in eager code."""
-    if not is_eager() or is_recording():
+def warn_if_averaged(text: str, of_gradient: bool = False) -> None:
+    """Warn about a loss, if a reducer averages its gradients: in this graph, or in eager code.
+
+    ``of_gradient``: a tape computes them now, and so records no more.
+    """
+    if of_gradient or not is_eager() or is_recording():
         unaveraged[:] = [(text, graph())]
 
 
@@ -429,8 +432,17 @@ _in_update = contextvars.ContextVar("a distributed optimizer updates", default=F
 
 
 @contextlib.contextmanager
-def exchange_by(who: Literal["optimizer", "tape"]) -> Iterator[None]:
-    """An optimizer exchanges and applies gradients, as others in it may; or a tape exchanges."""
+def exchange_by(who: Literal["optimizer", "tape"], nests: bool = True) -> Iterator[None]:
+    """An optimizer exchanges and applies gradients, as others in it may; or a tape exchanges.
+
+    Raises ValueError if an optimizer does so within another one, unless it ``nests``.
+    """
+    if not nests and _in_update.get():
+        raise ValueError(
+            "hvd.DistributedOptimizer: gradients that a distributed optimizer has reduced reach "
+            "another one, which would reduce them again. Wrap the optimizer of compile, or its "
+            "parts, not both."
+        )
     before = count("bytes") if is_eager() else 0
     try:
         with agree.within(_in_update, who == "optimizer"):

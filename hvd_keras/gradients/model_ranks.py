@@ -71,8 +71,8 @@ _several: Any = getattr(keras.optimizers, "MultiOptimizer", ())  # Keras has it 
 
 
 def refuse_distributed(optimizer: Any) -> None:
-    """Raise ValueError if an optimizer is distributed."""
-    if hasattr(optimizer, "_hvd_reducer"):
+    """Raise ValueError if an optimizer is distributed, or one of its parts."""
+    if any(hasattr(one, "_hvd_reducer") for one in (optimizer, *_parts_of(optimizer))):
         raise ValueError(
             f"hvd.DistributedOptimizer: this {type(optimizer).__name__} is distributed already. "
             "Wrap an optimizer once."

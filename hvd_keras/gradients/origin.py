@@ -48,10 +48,9 @@ _FUNCTIONS: dict[str, tuple[str, ...]] = {
 }
 _DEPTH = 60  # beyond which no gradient is looked for
 
-# In eager code, by variable: the sum since the last update, if a script has changed gradients.
-_sums: dict[int, Any] = {}
-# By optimizer and variable: the factor of its gradient in the first step.
-_factors: dict[tuple[str, int], float] = {}
+# What variables keep in eager code, if a script has changed their gradients: the sum since the last
+# update; and, by optimizer, the factor in the first step.
+_SUM, _FACTORS = "_hvd_sum", "_hvd_factors"
 #: What ranks send of an eager step: the least and the largest factor, relative to those of the
 #: first step. These say that a script has changed no gradients, or that all are zero.
 UNCHANGED = (0.0, 0.0)
@@ -87,16 +86,17 @@ def record(gradient: Any, tape: Any, target: Any, sources: Any, *args: Any, **kw
         missing_calls.warn_if_averaged(
             "a tape gets a loss for each row, of which the gradient is that of their sum, and the "
             "ranks' gradients are averaged, so they are smaller than those of one process. Take "
-            "the mean of the rows, tf.reduce_mean(loss), or op=hvd.Sum."
+            "the mean of the rows, tf.reduce_mean(loss), or op=hvd.Sum.",
+            of_gradient=True,
         )
     for one, source in zip(results, sources, strict=True):
         if one is not None and tf.executing_eagerly():
             one._hvd_of_tape = True
             if hasattr(source, "assign") and not in_tape.get():
                 _of_others.add(source)
-            if hasattr(source, "assign") and (number := shards.variable_id(source)) in _sums:
-                before, dense = _sums[number], tf.convert_to_tensor(one)
-                _sums[number] = dense if before is None else before + dense
+            if hasattr(source, "assign") and _SUM in (kept := vars(shards.inner_variable(source))):
+                before, dense = kept[_SUM], tf.convert_to_tensor(one)
+                kept[_SUM] = dense if before is None else before + dense
     return result
 
 
@@ -129,8 +129,8 @@ def record_clip(clip: Any, *args: Any, **kwargs: Any) -> Any:
 def forget(sources: Iterable[Any]) -> None:
     """Forget what a tape has returned in eager code, which was exchanged or applied."""
     for source in sources:
-        if hasattr(source, "assign") and (number := shards.variable_id(source)) in _sums:
-            _sums[number] = None
+        if hasattr(source, "assign") and _SUM in (kept := vars(shards.inner_variable(source))):
+            kept[_SUM] = None
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -376,20 +376,20 @@ class _Walk:
 def _factors_of(name: str, pairs: Sequence[tuple[Any, Any]]) -> tuple[float, float]:
     """How the gradients of an eager step differ from the sums of those of tapes."""
     changed = [
-        (one, shards.variable_id(variable))
+        (one, vars(shards.inner_variable(variable)))
         for one, variable in pairs
         if not (hasattr(one, "_hvd_of_tape") or hasattr(one, "_hvd_reduced"))
     ]
     found = []
-    for one, number in changed:
-        if (known := _sums.setdefault(number, None)) is not None:
+    for one, kept in changed:
+        if (known := kept.setdefault(_SUM, None)) is not None:
             one, known = (tf.cast(tf.convert_to_tensor(t), tf.float32) for t in (one, known))
             factor = tf.math.divide_no_nan(tf.reduce_sum(one * known), tf.reduce_sum(known * known))
             distance = tf.reduce_max(tf.abs(one - factor * known))
             is_known = distance <= 1e-3 * tf.reduce_max(tf.abs(one))
             if tf.reduce_any(known != 0):
                 now = float(factor) if is_known else float("nan")
-                first = _factors.setdefault((name, number), now)
+                first = kept.setdefault(_FACTORS, {}).setdefault(name, now)
                 found.append(now / first if first else now + 1)
     forget(variable for _, variable in pairs)
     return (float(np.min(found)), float(np.max(found))) if found else UNCHANGED  # NaN if one is

@@ -28,7 +28,8 @@ def of_step(loss: Any, value: Any, rows: Any) -> Any:
             missing_calls.warn_if_averaged(
                 f"a train_step or compute_loss uses the loss {name_of(loss)} as a sum, and the "
                 "ranks' gradients are averaged, so they are smaller than those of one process. "
-                "Divide the sum by the number of rows, or use that of keras.Model."
+                "Divide the sum by the number of rows, or use that of keras.Model.",
+                of_gradient=True,
             )
         return upstream
 
@@ -54,14 +55,16 @@ def of_compile(loss: Any, value: Any, y_pred: Any, own: Any) -> Any:
                 missing_calls.warn_if_averaged(
                     "a train_step or compute_loss divides the loss of compile, a sum, by a number "
                     "of this rank's rows. What it logs of that is too large, by the number of "
-                    "ranks; the gradients are right."
+                    "ranks; the gradients are right.",
+                    of_gradient=True,
                 )
             return upstream / tf.cast(parts, upstream.dtype)
         if rows is None and (large := [one for one in divisors if one and one > _FEW]):
             missing_calls.warn_if_averaged(
                 "a train_step or compute_loss divides the loss of compile, which adds up rows, by "
                 f"{large[0]:g}. If that is the number of this rank's rows, gradients are too "
-                "large, by the number of ranks: divide by that of all ranks' rows."
+                "large, by the number of ranks: divide by that of all ranks' rows.",
+                of_gradient=True,
             )
         return upstream
 

@@ -7,6 +7,7 @@ gradients. The list of callbacks is edited; the classes stay as they are.
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -149,11 +150,24 @@ def _silent(cls: Any) -> Any:
     def nothing(self: Any, *args: Any, **kwargs: Any) -> None:
         pass
 
+    def set_model(self: Any, model: Any) -> None:
+        with replaced(self, "write_graph", False), replaced(self, "embeddings_freq", 0):
+            writer.set_model(self, model)
+
+    def on_train_begin(self: Any, logs: Any = None) -> None:
+        self.csv_file = open(os.devnull, "w")  # noqa: SIM115 - on_train_end closes it
+        self.writer = self.keys = None
+
     changed: dict[str, Any] = {name: nothing for name in vars(writer) if name.startswith("on_")}
-    changed["set_model"] = keras.callbacks.Callback.set_model
-    if writer is keras.callbacks.TensorBoard:  # which derived classes use
+    # What derived classes use is there, and writes nothing.
+    if writer is keras.callbacks.TensorBoard:
         for name in ("_train_writer", "_val_writer"):
             changed[name] = property(lambda self: summary.create_noop_writer())
+        changed["set_model"] = set_model
+    elif writer is keras.callbacks.CSVLogger:
+        changed = {"on_train_begin": on_train_begin}
+    else:
+        changed["set_model"] = keras.callbacks.Callback.set_model
     silent = type(writer.__name__, (writer,), changed)
     return silent if cls is writer else type(cls.__name__, (cls, silent), {})
 

@@ -29,7 +29,7 @@ _NAME = re.compile(r"(checkpoint-\d{5,}-\d{7,})\.([0-9a-f]{8})-\d{4,}\.h5")
 _BYTES = 1 << 24  # of a value that are sent at once
 
 # Begin the names of what follows the variables of a training in a checkpoint.
-METRIC, CALLBACK = "metric ", "callback "
+METRIC, CALLBACK, ATTRIBUTE = "metric ", "callback ", "attribute "
 
 
 @dataclasses.dataclass
@@ -39,7 +39,7 @@ class Found:
     path: str
     metadata: dict[str, Any]
     stored: list[Any]  # (path, shape, dtype, whether by rank) of each variable
-    more: list[Any]  # the same of values of metrics and callbacks, which follow
+    more: list[Any]  # the same of metrics, callbacks and attributes, which follow
     content: storage.Content | None  # only on the first rank
     rounds: list[Any] = dataclasses.field(default_factory=list)  # that have ended; between both
 
@@ -113,7 +113,8 @@ def find(
         return None, training
     if damaged and process_set.rank() == 0:
         warnings.warn(f"Checkpoint: damaged: {reasons}. Restoring {path}.", stacklevel=4)
-    more = [described for described in stored if described[0].startswith((METRIC, CALLBACK))]
+    kinds = METRIC, CALLBACK, ATTRIBUTE
+    more = [described for described in stored if described[0].startswith(kinds)]
     own = stored[: len(stored) - len(more)]
     return Found(path, metadata, own, more, content), training
 

@@ -17,10 +17,10 @@ import numpy as np
 from hvd_keras.gradients import shards
 from hvd_keras.gradients.values import is_array
 from hvd_keras.runtime import agree
-from hvd_keras.runtime.keras import Variable, flatten, keras
+from hvd_keras.runtime.keras import Variable, flatten, keras, snapshot
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.saving import per_rank
-from hvd_keras.saving.per_rank import CALLBACK
+from hvd_keras.saving.per_rank import ATTRIBUTE, CALLBACK
 
 if TYPE_CHECKING:
     from hvd_keras.training.fit_state import Fit
@@ -100,7 +100,7 @@ class Kept:
     """A value that a callback keeps of a weight, divided between the ranks as that is.
 
     Args:
-        path: ends in the weight's number in the model.
+        path: of a callback's, ends in the weight's number in the model.
         value: that kept; the weight itself stands for one that ``assign`` will get.
     """
 
@@ -112,6 +112,24 @@ class Kept:
 
     def assign(self, value: Any) -> None:
         self.value = value
+
+
+def kept_of(attributes: dict[str, Any]) -> list[Kept]:
+    """Return the values of variables that Keras does not list, by their names."""
+    return [Kept(ATTRIBUTE + name, snapshot(one), one) for name, one in attributes.items()]
+
+
+def set_attribute(attributes: dict[str, Any], path: str, value: Any) -> None:
+    """Give a variable that Keras does not list its value again; warn if it does not exist."""
+    name = path.removeprefix(ATTRIBUTE)
+    if name in attributes and attributes[name].shape.is_compatible_with(value.shape):
+        attributes[name].assign(value)
+        return
+    warnings.warn(
+        f"Checkpoint: {name}, a tf.Variable, does not exist yet, or has another shape than in the "
+        "checkpoint, so it begins anew. Make it by self.add_weight(..., trainable=False).",
+        stacklevel=4,
+    )
 
 
 def arrays_of(callbacks: Sequence[Any], numbers: dict[str, Any], model: Any) -> list[Kept]:
@@ -146,8 +164,9 @@ def _loggers(callbacks: Sequence[Any]) -> list[Any]:
 
 def _size(logger: Any) -> int | None:
     """Return the size of a CSVLogger's file; None if this rank writes none."""
-    is_written = logger.csv_file is not None and os.path.exists(logger.filename)
-    return os.path.getsize(logger.filename) if is_written else None
+    is_written = logger.csv_file is not None and logger.csv_file.name != os.devnull
+    is_there = is_written and os.path.exists(logger.filename)
+    return os.path.getsize(logger.filename) if is_there else None
 
 
 def _cut(logger: Any, size: int | None) -> None:

@@ -374,7 +374,8 @@ def write_whole(filepath: str | os.PathLike[str], write: Callable[[pathlib.Path]
     """
     given, target = pathlib.Path(filepath), _resolved(filepath)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{given.name}.", dir=target.parent) as name:
+    short = os.fsdecode(os.fsencode(given.name)[:200])  # of at most 255 bytes
+    with tempfile.TemporaryDirectory(prefix=f".{short}.", dir=target.parent) as name:
         folder = pathlib.Path(name)
         write(folder / given.name)  # Keras chooses the format by the suffix
         written = sorted(folder.rglob("*"), key=lambda path: path.stat().st_mtime_ns)
@@ -403,9 +404,10 @@ def _move(path: pathlib.Path, place: pathlib.Path) -> None:
             path.replace(place)
             return
     except OSError as error:
-        if error.errno not in (errno.EXDEV, errno.EBUSY):
+        if error.errno not in (errno.EXDEV, errno.EBUSY, errno.EPERM):
             raise
-    # A name of several of one file, a mount point, or a place behind a link on another disk.
+    # A name of several of one file, a mount point, another user's file in a folder with the sticky
+    # bit, or a place behind a link on another disk.
     shutil.copyfile(path, place)
     _sync(place)
 

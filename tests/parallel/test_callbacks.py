@@ -229,6 +229,12 @@ def test_impossible_warmup_steps(steps) -> None:
         hvd.callbacks.LearningRateWarmupCallback(0.3, warmup_steps=steps)
 
 
+def test_a_missing_rate() -> None:
+    for kind, more in (("Warmup", ()), ("Schedule", (0.1,))):
+        with pytest.raises(ValueError, match=f"{kind}Callback: initial_lr is None, expected"):
+            getattr(hvd.callbacks, f"LearningRate{kind}Callback")(None, *more)
+
+
 def test_warmup_in_mixed_precision_corrects_the_momentum() -> None:
     optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
     scaled = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=4.0)

@@ -185,11 +185,20 @@ def test_derived_callbacks_run_their_own_part_everywhere(directory: pathlib.Path
             ranks.append(float(hvd.allreduce(float(RANK), op=hvd.Sum, name="theirs")))
             assert self.model.built
 
+    class Flushing(keras.callbacks.CSVLogger):
+        def on_epoch_end(self, epoch, logs=None):
+            super().on_epoch_end(epoch, logs)
+            self.csv_file.flush()
+            keys.append(self.keys)
+
     ranks: list[float] = []
-    fit(compiled(), [Counting(directory / f"{RANK}.keras")])
+    keys: list[list[str]] = []
+    every = [Counting(directory / f"{RANK}.keras"), Flushing(directory / f"{RANK}.csv")]
+    fit(compiled(), every)
     assert ranks == [sum(range(SIZE))] * 2
+    assert "loss" in keys[1]
     agree.gather_json("written", None)
-    assert [path.name for path in directory.iterdir()] == ["0.keras"]
+    assert {path.name for path in directory.iterdir()} == {"0.keras", "0.csv"}
 
 
 @several
@@ -286,6 +295,7 @@ def test_a_tensorboard_with_the_users_scalars(directory: pathlib.Path) -> None:
 
     class Board(keras.callbacks.TensorBoard):
         def on_epoch_end(self, epoch, logs=None):
+            assert pathlib.Path(self._log_write_dir) == mine
             with self._train_writer.as_default():
                 tf.summary.scalar("own", float(RANK), step=epoch)
             super().on_epoch_end(epoch, logs)

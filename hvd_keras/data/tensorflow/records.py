@@ -4,6 +4,7 @@ The index of ``part-0.tfrecord`` is ``.part-0.tfrecord.hvd-index`` beside it: a 
 time of the file that was indexed, and 8 bytes for each record. It is mapped, not read, into memory.
 """
 
+import contextlib
 import functools
 import os
 import pathlib
@@ -121,6 +122,7 @@ def _save(index: pathlib.Path, expected: tuple[Any, ...], offsets: Any) -> bool:
         os.replace(temporary, index)
     except OSError:
         # A folder that may not be written, or a full disk: it is counted again next time.
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # of a read-only disk this raises, too
+            temporary.unlink()
         return False
     return True

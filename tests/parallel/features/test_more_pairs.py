@@ -92,8 +92,18 @@ def test_a_multi_optimizer_of_distributed_optimizers(chosen_by, directory) -> No
         def chosen(variable):
             return parts["bias" in variable.path]
 
+    several = keras.optimizers.MultiOptimizer(chosen)
+    if chosen_by == "map":
+        with pytest.raises(ValueError, match="distributed already"):
+            hvd.DistributedOptimizer(several)
+    if chosen_by == "function":
+        twice, inner = training.dense_model(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+        outer = keras.optimizers.MultiOptimizer(lambda variable: inner)
+        twice.compile(hvd.DistributedOptimizer(outer), "mse")
+        with pytest.raises(ValueError, match="reach another one"):
+            twice.fit(*training.mine(twice), verbose=0)
     model = half_precision_model() if "half" in chosen_by else training.dense_model()
-    model.compile(keras.optimizers.MultiOptimizer(chosen), "mse")
+    model.compile(several, "mse")
     assert model_ranks.process_set_of(model) is hvd.global_process_set
     logger = keras.callbacks.CSVLogger(directory / f"{RANK}.csv")
     x, y = training.data(model, 1)

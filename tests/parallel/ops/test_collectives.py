@@ -1,7 +1,10 @@
 """Collectives that send different rows, or none, to different ranks; and join."""
 
+import gc
 import pathlib
 import time
+import traceback
+import weakref
 
 import keras
 import numpy as np
@@ -9,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
+from hvd_keras.runtime import agree
 
 RANK, SIZE = hvd.rank(), hvd.size()
 pytestmark = pytest.mark.ranks(1, 2, 3)
@@ -110,3 +114,36 @@ def test_groups_of_several_chunks_do_not_overtake_each_other() -> None:
         sums = hvd.grouped_allreduce(mine, op=hvd.Sum, name=f"dtypes {repeat}")
         for i, (values, dtype) in enumerate(zip(sums, dtypes, strict=True)):
             np.testing.assert_array_equal(values, np.full(shape, total * (i + 1), dtype.name))
+
+
+def test_a_request_that_is_dropped_keeps_its_memory() -> None:
+    """As if an error came between a request and its results."""
+    tensor = np.ones(4)
+    memory = [agree.Memory.at(tensor.ctypes.data, "float64", (4,))]
+    agree.Request("allreduce", memory, [tensor.ctypes.data], tensor, name="dropped")
+    kept = weakref.ref(tensor)
+    del tensor
+    gc.collect()
+    assert kept() is not None
+    hvd.barrier()
+    np.testing.assert_array_equal(kept(), np.full(4, SIZE))
+
+
+def test_autograph_converts_of_a_collective_only_a_compressor_of_the_users() -> None:
+    class Halves(hvd.Compressor):
+        @staticmethod
+        def compress(tensor):
+            if tf.reduce_max(tensor) > 0:  # of a tensor: TensorFlow refuses it unless converted
+                tensor /= 2
+            called.extend(frame.name for frame in traceback.extract_stack())
+            return tensor, None
+
+        @staticmethod
+        def decompress(tensor, context):
+            return tensor * 2
+
+    called: list[str] = []
+    reduce = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum, compression=Halves))
+    np.testing.assert_array_equal(reduce(tf.ones(2)), [SIZE, SIZE])
+    assert "grouped_allreduce" in called
+    assert "tf__grouped_allreduce" not in called

@@ -319,8 +319,9 @@ def test_local_variables_keep_their_values() -> None:
         variable.assign(np.full(variable.shape, RANK + 1.0))
     local = model.layers[1].variables
     callback = horovod.tensorflow.keras.callbacks.BroadcastGlobalVariablesCallback(
-        0, device="", local_variables=local
+        0, device="", local_variables=local[0]
     )
+    callback.register_local_var(local[1])
     callback.set_model(model)
     callback.on_train_begin()
     for variable in model.variables:
@@ -360,6 +361,24 @@ def test_commits_count_batches_of_steps_that_run_at_once() -> None:
     assert commits == [8, 12, 12]
 
 
+def test_states_have_any_attributes_and_derived_classes() -> None:
+    class Own(horovod.common.elastic.State):
+        def __init__(self) -> None:
+            super().__init__(hvd.broadcast_object, hvd.rank)
+            self.epoch = 0
+
+        def save(self) -> None:
+            self.saved = self.epoch
+
+    Own().commit()
+    attributes = dict.fromkeys(("values", "assign", "broadcast", "resume"), RANK)
+    state = hvd.elastic.TensorFlowState([tf.Variable(RANK)], **attributes)
+    state.sync()
+    state.restore()
+    assert [getattr(state, name) for name in attributes] == [0] * 4
+    assert int(state.variables[0]) == 0
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_commit_has_the_accumulated_gradients_of_all_ranks(compiled: bool) -> None:
     keras = pytest.importorskip("keras")
@@ -380,7 +399,7 @@ def test_process_sets_are_numbered_and_written_as_horovods() -> None:
     assert str(hvd.global_process_set) == everyone
     wanted = hvd.ProcessSet([0])
     assert (wanted.size(), wanted.rank(), wanted.process_set_id) == (None, None, None)
-    assert wanted.included() is None
+    assert wanted.included() == (RANK == 0)
     assert hvd.add_process_set(wanted) is wanted
     others = hvd.add_process_set(range(1, SIZE))
     assert isinstance(others, hvd.ProcessSet)

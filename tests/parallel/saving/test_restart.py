@@ -30,6 +30,19 @@ def directory(directory):
     return directory / "checkpoints"
 
 
+class Anneals(keras.layers.Layer):
+    """Counts its calls in a variable that Keras does not list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = tf.Variable(0.0, trainable=False)
+
+    def call(self, x, training: bool = False):
+        if training:
+            self.calls.assign_add(0.1)
+        return x / (1.0 + self.calls)
+
+
 def build(make_optimizer, run_eagerly: bool = True, **arguments) -> keras.Model:
     """Builds a model with all kinds of state. Weights and generators differ by rank.
 
@@ -41,6 +54,7 @@ def build(make_optimizer, run_eagerly: bool = True, **arguments) -> keras.Model:
             keras.Input((5,)),
             layers.Dense(8, activation="tanh"),
             layers.BatchNormalization(),
+            Anneals(),
             layers.Dropout(0.4, seed=RANK + 1),
             layers.Dense(1),
         ]
