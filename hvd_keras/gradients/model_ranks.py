@@ -174,6 +174,32 @@ def process_set_of(model: Any) -> ProcessSet | None:
     return next(iter(sets.values()), None) or (None if alone.get() else together.get(model))
 
 
+def is_outside(model: Any) -> bool:
+    """Whether a script of Horovod leaves this rank out of those that train the model together."""
+    return hasattr(innermost(getattr(model, "optimizer", None)), "_hvd_alone")
+
+
+def note_callbacks(model: Any, callbacks: Iterable[Any]) -> ProcessSet | None:
+    """Return the ranks that train a model together, as ``process_set_of``, by callbacks, too.
+
+    Raises ValueError if these have different process sets.
+    """
+    if not (alone.get() or is_outside(model)):
+        # A train_step with hvd.DistributedGradientTape is recognised by callbacks of hvd_keras.
+        given = [getattr(callback, "_hvd_process_set", None) for callback in callbacks]
+        sets: dict[Any, ProcessSet] = {one.process_set_id: one for one in given if one is not None}
+        everyone = sets.pop(0, None)  # by default
+        if len(sets) > 1:
+            raise ValueError(
+                f"the callbacks of model {model.name!r} have different process sets: "
+                f"{', '.join(map(str, sets.values()))}. Give them that of "
+                "hvd.DistributedGradientTape."
+            )
+        if found := next(iter(sets.values()), everyone):
+            together[model] = found
+    return process_set_of(model)
+
+
 def rounds_of(model: Any) -> list[Any]:
     """Return the rounds of a model's optimizers; none if the ranks average gradients alone."""
     return [reducer.rounds for reducer in reducers_of(model) if reducer.rounds is not None]

@@ -3,6 +3,7 @@
 What the step does is seen in the gradient that comes back.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_keras.gradients import missing_calls
+from hvd_keras.training import fit_state
 
 
 def name_of(loss: Any) -> str:
@@ -17,18 +19,24 @@ def name_of(loss: Any) -> str:
     return loss.name or type(loss).__name__
 
 
-def of_step(loss: Any, value: Any, rows: Any) -> Any:
+def of_step(loss: Any, value: Any, rows: Any, own: Any) -> Any:
     """A sum, or the losses of rows, of which a step of one's own makes a mean; tell if it does not.
 
-    The gradient that comes back shows what the step does: it is 1 if that adds up.
+    The gradient that comes back shows what the step does: it is 1 if that adds up, or has been
+    divided by a constant. ``own``: the ``losses.Weighing``.
     """
+    may_be_rows = functools.partial(fit_state.may_be_number_of_rows, own.process_set.size())
 
     def gradient(upstream: Any) -> Any:
-        if _is_one(upstream) and getattr(rows, "shape", None) and rows.shape[0] != 1:
+        # Eager code cannot tell a divisor from other factors.
+        found = set() if hasattr(upstream, "numpy") else set(_divisors(upstream, None, 1.0))
+        large = [one for one in found if one and one > _FEW]
+        is_sum = None not in found and not all(map(may_be_rows, large))
+        if (is_sum or _is_one(upstream)) and getattr(rows, "shape", None) and rows.shape[0] != 1:
             missing_calls.warn_if_averaged(
                 f"a train_step or compute_loss uses the loss {name_of(loss)} as a sum, and the "
                 "ranks' gradients are averaged, so they are smaller than those of one process. "
-                "Divide the sum by the number of rows, or use that of keras.Model.",
+                "Divide the sum by the number of this rank's rows, or leave reduction out.",
                 of_gradient=True,
             )
         return upstream

@@ -34,6 +34,14 @@ def rows_in_steps(dataset: Any) -> Any:
     return datasets.batches_of(dataset) if isinstance(dataset, tf.data.Dataset) else None
 
 
+def _rows_of_batches(own: Fit, dataset: Any) -> int | None:
+    rows: Any = rows_in_steps(dataset)
+    if rows is None and all(map(values.is_array, tf.nest.flatten(own.arguments["x"]))):
+        rows = own.arguments["batch_size"] or 32  # Keras's default
+    found: int | None = rows[1] if isinstance(rows, list) else rows
+    return found
+
+
 def check(model: Any) -> None:
     """Raise ValueError if a ``tf.distribute.Strategy`` distributes the model, too.
 
@@ -79,7 +87,8 @@ def prepare(own: Fit, dataset: Any) -> None:
         own.problem = broadcasting.build(model, dataset.element_spec)
     several = averaging.size() > 1
     if several and can_look_at(dataset) and model_ranks.averages_rows_of(model):
-        trial = step_trials.tried(model, dataset.element_spec)
+        own.rows = _rows_of_batches(own, dataset)
+        trial = step_trials.tried(model, dataset.element_spec, averaging.size())
         own.mixes, own.constants = trial.what_mixes(model), trial.constants
     if process_set.size() > 1 and not is_legacy:
         keras_classes.read_by_rows(model, model._flatten_layers())

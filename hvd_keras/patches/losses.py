@@ -390,7 +390,7 @@ def _weigh(
     size = tf.cast(own.process_set.size(), value.dtype)
     adds_up = reduction in _SUMS
     if adds_up and own.is_own:
-        value = divided_losses.of_step(loss, value, tf.nest.flatten(y_pred)[0])
+        value = divided_losses.of_step(loss, value, tf.nest.flatten(y_pred)[0], own)
         if own.averages:
             reduction, weights = "mean", []
     elif adds_up and not own.averages:

@@ -36,6 +36,8 @@ def fit(
         stack.enter_context(agree.within(missing_calls.in_fit, (model,)))
         if not rank_info.is_initialized():
             return fit_alone(model, *args, **kwargs)
+        if model_ranks.is_outside(model):
+            stack.enter_context(missing_calls.local_fit())
         try:
             bound = signature.bind(model, *args, **kwargs)
         except TypeError:
@@ -46,7 +48,9 @@ def fit(
         if running(model):
             stack.callback(_count_again, model, model in fit_state.counting_rows)
         own = _begun(backend, model, callbacks, defaults | bound.arguments)
-        is_alone = own is None and bool(_process_set(model, callbacks) or model_ranks.alone.get())
+        is_alone = own is None and bool(
+            model_ranks.note_callbacks(model, callbacks) or model_ranks.alone.get()
+        )
         stack.enter_context(agree.within(model_ranks.fits_alone, is_alone))
         known = own is not None or is_alone
         stack.enter_context(agree.within(missing_calls.fit_is_known, known))
@@ -145,7 +149,7 @@ def _begun(
     backend: Backend, model: Any, callbacks: list[Any], arguments: dict[str, Any]
 ) -> Fit | None:
     """Return the ``fit`` that begins; None if this rank trains the model alone."""
-    process_set = _process_set(model, callbacks)
+    process_set = model_ranks.note_callbacks(model, callbacks)
     model_ranks.forget_local(model)
     # On one rank, only a callback that restores a checkpoint needs the variables so early.
     early = any(getattr(callback, "_hvd_needs_variables", False) for callback in callbacks)
@@ -224,7 +228,7 @@ def evaluate(
         with _apart():
             return evaluate(backend, evaluate_alone, model, *args, **kwargs)
     callbacks, in_fit = flat(given), hasattr(given, "callbacks")
-    process_set = _process_set(model, callbacks)
+    process_set = model_ranks.note_callbacks(model, callbacks)
     if process_set is None or process_set.size() == 1:
         return evaluate_alone(model, *args, **kwargs)
     if not is_predict:
@@ -466,23 +470,6 @@ def _check_constants(mine: Any, process_set: ProcessSet) -> None:
         "ranks: hvd.allreduce(mean).",
         process_set,
     )
-
-
-def _process_set(model: Any, callbacks: list[Any]) -> ProcessSet | None:
-    if not model_ranks.alone.get():
-        # A train_step with hvd.DistributedGradientTape is recognised by callbacks of hvd_keras.
-        given = [getattr(callback, "_hvd_process_set", None) for callback in callbacks]
-        sets: dict[Any, ProcessSet] = {one.process_set_id: one for one in given if one is not None}
-        everyone = sets.pop(0, None)  # by default
-        if len(sets) > 1:
-            raise ValueError(
-                f"the callbacks of model {model.name!r} have different process sets: "
-                f"{', '.join(map(str, sets.values()))}. Give them that of "
-                "hvd.DistributedGradientTape."
-            )
-        if found := next(iter(sets.values()), everyone):
-            model_ranks.together[model] = found
-    return model_ranks.process_set_of(model)
 
 
 def flat(callbacks: Any) -> list[Any]:

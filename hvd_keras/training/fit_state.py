@@ -87,6 +87,7 @@ class Fit:
     iterator: Any = None  # Keras's, over the batches of each epoch
     dataset: Any = None  # over which it iterates
     source: Any = None  # describes the rows that its data are made of, in whatever order
+    rows: int | None = None  # of each of this rank's batches, if known
     caches: Sequence[Sequence[str]] = ()  # the hosts and names of files with rows of this rank
     problem: Exception | None = None  # of this rank's model, which could not be traced
     unbuilt: str = ""  # which ranks' models have no variables, and why
@@ -167,6 +168,20 @@ def step() -> int:
     """How many steps the ``fit`` that runs has made; 0 outside of one."""
     own = current.get()
     return 0 if own is None or own.values is None else own.values.steps
+
+
+def may_be_number_of_rows(ranks: int, number: float) -> bool:
+    """Whether a number may be that of a rank's rows in the step that runs, times something.
+
+    That of the rows of all ranks together is none.
+    """
+    own = current.get()
+    if own is None or own.rows is None:
+        return True
+    return number % own.rows == 0 and not (number == own.rows * ranks > _FEW)
+
+
+_FEW = 4  # which may be any number
 
 
 def check_built(model: Any) -> None:

@@ -98,7 +98,8 @@ def begin(model: Any) -> tuple[Trial, str, bool]:
     others = {id(part): part for part in parts if not _works_by_rows(part)}.values()
     name = next((name for name in ("train_step", "compute_loss") if overrides(model, name)), "")
     names = [f"{type(one).__name__} {one.name!r}" for one in others if one is not model]
-    subject = f"{name or 'call'} of {type(model).__name__}"
+    # With its name, so that each model of a search is told.
+    subject = f"{name or 'call'} of {type(model).__name__} {model.name!r}"
     subject = " or ".join(names[:3]) if names and not name else subject
     found = Trial(subject, compiled=getattr(model, "_compile_config", None))
     vars(model)["_hvd_trial"] = found  # Keras tracks what is assigned

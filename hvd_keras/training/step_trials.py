@@ -19,7 +19,7 @@ from hvd_keras.gradients import model_ranks, origin, shards
 from hvd_keras.gradients.agreement import handle_of
 from hvd_keras.runtime import agree, log
 from hvd_keras.runtime.keras import is_legacy
-from hvd_keras.training import preprocessing
+from hvd_keras.training import fit_state, preprocessing
 from hvd_keras.training.halves import (
     TOLERANCE,
     Trial,
@@ -36,8 +36,8 @@ _GATHERS = {"GatherV2", "Gather", "GatherNd", "Slice", "StridedSlice"}
 _HALVES = {tf.float16.as_datatype_enum, tf.bfloat16.as_datatype_enum}
 
 
-def tried(model: Any, element_spec: Any) -> Trial:
-    """Try what a model trains by, if not all of it is Keras's, once after each ``compile``.
+def tried(model: Any, element_spec: Any, ranks: int) -> Trial:
+    """Try what so many ranks train by, if not all of it is Keras's, once after each ``compile``.
 
     This is a step or ``compute_loss`` of its own, a loss, or a layer that is not known to work on
     each row: what it computes in inference, or by ``add_loss``. Losses of ``keras.losses``, batch
@@ -60,7 +60,7 @@ def tried(model: Any, element_spec: Any) -> Trial:
             if not any(v in model_ranks.local_variables for v in model.variables):
                 found.constants = _constants_of(traced, model._flatten_layers())
             if name or has_others:
-                found.kind = _kind_of_rows(traced, model, rows, found.adds_up)
+                found.kind = _kind_of_rows(traced, model, rows, found.adds_up, ranks)
     except Exception as error:
         log.logger.debug("%s cannot be tried on random rows: %r", found.subject, error)
     return found
@@ -128,10 +128,11 @@ def _of_step(model: Any, data: Any) -> Any:
     return [one for one in every if getattr(one, "graph", None) is here]
 
 
-def _kind_of_rows(traced: Any, model: Any, batch: Any, is_known: bool) -> str:
+def _kind_of_rows(traced: Any, model: Any, batch: Any, is_known: bool, ranks: int) -> str:
     """Whether a total "mixes" rows or is their "sum"; otherwise "".
 
-    Sums count only if no other check knows them, and they draw and divide nothing.
+    Sums count only if no other check knows them, they draw nothing, and divide by no constant that
+    may be this rank's number of rows.
     """
     random = np.random.default_rng(1)
     weights = {id(shards.inner_variable(weight).handle) for weight in model.weights}
@@ -142,14 +143,15 @@ def _kind_of_rows(traced: Any, model: Any, batch: Any, is_known: bool) -> str:
         if id(v.handle) not in weights
     }
     value_of, nodes = _without_effects(traced, handles)
-    # A constant may be this rank's number of rows.
     divisors = {node.input[1] for node in nodes if node.op in ("RealDiv", "Div", "DivNoNan")}
     divisors |= {node.input[0] for node in nodes if node.op == "Cast" and node.name in divisors}
-    may_be_mean = is_known or any(
-        "Random" in node.op
-        or "Multinomial" in node.op
-        or (node.op == "Const" and node.name in divisors)
-        for node in nodes
+    constants = [node for node in nodes if node.op == "Const" and node.name in divisors]
+    numbers = [tf.make_ndarray(node.attr["value"].tensor) for node in constants]
+    may_be_mean = is_known or any("Random" in n.op or "Multinomial" in n.op for n in nodes)
+    may_be_mean |= any(
+        fit_state.may_be_number_of_rows(ranks, float(number.item()))
+        for number in numbers
+        if number.size == 1
     )
     types = {value.type for node in nodes for value in node.attr.values()}
     tolerance = 0.02 if types & _HALVES else TOLERANCE

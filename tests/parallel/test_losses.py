@@ -95,6 +95,27 @@ def test_a_step_of_its_own_that_divides_a_sum(reduction, axis, eager, warned) ->
     assert any("as a sum" in text for text in warned) == (SIZE > 1)
 
 
+@pytest.mark.parametrize("by_loss", [True, False])
+@pytest.mark.parametrize(
+    ("divisor", "is_told"), [(ROWS, False), (SIZE * ROWS, SIZE > 1), (ROWS + 3, SIZE > 1)]
+)
+def test_a_sum_that_is_divided_by_a_constant(divisor, is_told, by_loss, warned) -> None:
+    class Own(Divides):
+        def one(self, data):
+            x, y = data
+            loss = losses.MeanSquaredError(reduction="sum") if by_loss else tf.nn.l2_loss
+            return (loss(y, self(x)) if by_loss else loss(y - self(x))) / divisor
+
+    model = without_mask()
+    model = Own(model.inputs, model.outputs[0])
+    model.compile(hvd.DistributedOptimizer(SGD(0.001)))
+    x, y, _ = rows()
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(mine(x), mine(y), batch_size=ROWS, verbose=0, callbacks=[broadcast])
+    told = any("sum" in text for text in warned)
+    assert told == (is_told and (by_loss or RANK == 0)), warned
+
+
 SGD = keras.optimizers.SGD
 
 
