@@ -69,6 +69,9 @@ def dataset_source(
     length, own_size, counts = _measure(source) if batched else (_length(source), None, None)
     if length == 0:
         raise ValueError("the dataset is empty.")
+    if not known:  # later passes must have as many
+        elements = len(counts) if counts else -(-length // (own_size or 1))
+        source = source.apply(tf.data.experimental.assert_cardinality(elements))
     if shuffle is None:
         shuffle = known and not (batched or seeds)
     size: int = batch_size or own_size  # type: ignore[assignment]
@@ -132,7 +135,8 @@ def _mine(
     """
     mine = source.shard(split.size, split.rank)
     own = (number - split.rank + split.size - 1) // split.size  # rounded up: earlier ranks first
-    if _has_cache(source):
+    # To its end, where a cache is whole, and a number of elements was right.
+    if any(kind_of(node) in ("AssertCardinality", "Cache") for node in nodes(source)):
         mine = mine.enumerate().filter(lambda place, element: place < wanted)
         mine = mine.map(lambda place, element: element)
     else:

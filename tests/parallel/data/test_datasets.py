@@ -265,6 +265,26 @@ def test_rows_left_out_and_long_counts_are_told(monkeypatch) -> None:
     assert "assert_cardinality" in told[0]
 
 
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("declared", [True, False])
+def test_rows_beyond_the_number_that_was_declared_or_counted_are_an_error(
+    declared: bool, batched: bool
+) -> None:
+    numbers = [4 * SIZE] * 3  # rows in the passes that count them
+
+    def rows():
+        yield from np.arange(numbers.pop() if numbers else 8 * SIZE, dtype="float32")
+
+    dataset = tf.data.Dataset.from_generator(rows, output_signature=tf.TensorSpec((), tf.float32))
+    if declared:
+        dataset = dataset.apply(tf.data.experimental.assert_cardinality(4 * SIZE))
+    size = {} if batched else {"batch_size": 2}
+    mine = hvd.data.shard(dataset.batch(2) if batched else dataset, **size, shuffle=False)
+    numbers.clear()
+    with pytest.raises(tf.errors.FailedPreconditionError, match="expected to contain"):
+        list(mine)
+
+
 def test_a_tensorflow_that_hides_how_a_dataset_shuffles_is_refused(monkeypatch) -> None:
     """Otherwise an unseeded shuffle, whose order differs by rank, would go unseen."""
     monkeypatch.setattr(datasets, "kind_of", lambda node: type(node).__name__)  # another name
