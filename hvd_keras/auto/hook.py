@@ -1,14 +1,16 @@
 """Lets the steps of Keras's models and the script's own ``tf.function`` run on all ranks."""
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras.auto.run import Divided, another_trace, function
+from hvd_keras.auto.run import Divided, another_trace, function, is_again
 from hvd_keras.gradients import agreement
+from hvd_keras.runtime.keras import replaced
 
 _DIVIDED = "_hvd_divided"  # of a tf.function of the script; False: it is of a library
 
@@ -26,7 +28,8 @@ def make(of_keras: Callable[..., Any], model: Any, force: bool = False) -> Any:
         of_model = getattr(model, name)
 
         def body(data: Any) -> Any:
-            return of_model(data)
+            with _counting_rows(model, data) if is_again.get() else contextlib.nullcontext():
+                return of_model(data)
 
         whole = function(body, autograph=False, reduce_retracing=True)  # as Keras traces it
         step = Divided(whole, whole, f"the {name} of model {model.name!r}")
@@ -36,6 +39,21 @@ def make(of_keras: Callable[..., Any], model: Any, force: bool = False) -> Any:
             run = functools.partial(_run, model, step, getattr(model, attribute))
         setattr(model, attribute, run)
     return getattr(model, attribute)
+
+
+@contextlib.contextmanager
+def _counting_rows(model: Any, data: Any) -> Iterator[None]:
+    """Let the mean losses of outputs count by rows, as where Keras knows the number."""
+    rows = tf.shape(tf.nest.flatten(data)[0])[0]
+    with contextlib.ExitStack() as stack:
+        for metric in getattr(getattr(model, "_compile_loss", None), "metrics", ()):
+            update = functools.partial(_count, metric.update_state, rows)
+            stack.enter_context(replaced(metric, "update_state", update))
+        yield
+
+
+def _count(update: Any, rows: Any, value: Any, sample_weight: Any = None) -> Any:
+    return update(value, sample_weight=rows if sample_weight is None else sample_weight)
 
 
 def _run(model: Any, step: Divided, of_keras: Callable[[Any], Any], iterator: Any) -> Any:

@@ -1,6 +1,7 @@
 """Divides functions that get a batch: plans them, sends the workers' part once, runs both parts."""
 
 import contextlib
+import contextvars
 import functools
 import inspect
 import random
@@ -23,6 +24,8 @@ from hvd_keras.runtime import agree, log, rank_info
 #: TensorFlow's own, as ``hook`` replaces it in the script.
 function = tf.function
 
+#: Whether a function is traced for any number of rows, which one process has traced for some.
+is_again = contextvars.ContextVar("traced again", default=False)
 _MOST_TRACES = 16  # each takes seconds
 # Held while the workers run or get a function. Another thread, or a Python function within a step,
 # must not wait for it.
@@ -200,7 +203,8 @@ class Divided:
             python = self._traced.python_function
             again = function(python, autograph=getattr(self._traced, "_autograph", True))
             try:
-                with self._drawing(kind.draws), another_trace(kind.random):
+                again_now = agree.within(is_again, True)
+                with self._drawing(kind.draws), another_trace(kind.random), again_now:
                     traced = again.get_concrete_function(*args, **kwargs)
             except Exception as error:  # it may succeed with a fixed number of rows
                 self._tell(f"without a fixed number of rows it fails: {_first_line(error)}")
