@@ -23,9 +23,9 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
     holds if ranks have different numbers of samples. The metric objects keep this rank's state.
 
     A metric of your own is included if its class derives from one of Keras's
-    (``keras.metrics.Mean``) and adds no variables. For other metrics, and for numbers that other
-    callbacks put into the logs, the unweighted mean of the ranks' values is logged; for metrics,
-    rank 0 warns once.
+    (``keras.metrics.Mean``) and adds no variables. For other metrics, and for other numbers that
+    callbacks or a ``train_step`` log, such as a norm of gradients, the unweighted mean of the
+    ranks' values is logged; for metrics, rank 0 warns once.
 
     Put it before callbacks that read metrics (``ReduceLROnPlateau``, ``EarlyStopping``, loggers),
     so that these see the same values, and decide alike, on all ranks. Put it also before callbacks

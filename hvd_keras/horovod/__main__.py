@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvd_keras.horovod import horovodrun
+from hvd_keras.launch.errors import UsageError
 
 USAGE = """\
 usage: python -m hvd_keras.horovod COMMAND ...
@@ -35,9 +36,14 @@ def _execute(arguments: Sequence[str]) -> int:
         command = [sys.executable, *options, *arguments]
     else:
         command = [program, *arguments[1:]]
+    try:
+        environment = {**os.environ, **horovodrun.settings(os.environ)}
+    except UsageError as error:
+        print(f"python -m hvd_keras.horovod: {error}", file=sys.stderr)
+        return 2
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(command[0], command, {**os.environ, **horovodrun.settings(os.environ)})
+    os.execve(command[0], command, environment)
 
 
 if __name__ == "__main__":

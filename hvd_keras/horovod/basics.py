@@ -54,10 +54,6 @@ class ProcessSet(own.ProcessSet):
         """Return the number of ranks in the set; None if it was not added."""
         return None if self.process_set_id is None else super().size()
 
-    def included(self) -> bool | None:  # type: ignore[override]
-        """Whether this process is in the set; None if it was not added."""
-        return None if self.process_set_id is None else super().included()
-
     def rank(self) -> int | None:  # type: ignore[override]
         """This process's rank within the set; None if the set was not added."""
         return None if self.process_set_id is None else super().rank()

@@ -41,10 +41,11 @@ class ObjectState:
     """Attributes that are the same on all ranks, and can be committed.
 
     Args:
+        bcast_object, get_rank: have no effect: Horovod's, for classes derived from this one.
         attributes: their names and first values, which cloudpickle can serialise.
     """
 
-    def __init__(self, **attributes: Any) -> None:
+    def __init__(self, bcast_object: Any = None, get_rank: Any = None, **attributes: Any) -> None:
         self._names = list(attributes)
         self._number = next(_numbers)
         self._reset_callbacks: list[Callable[[], None]] = []
@@ -52,7 +53,7 @@ class ObjectState:
         self._has_run = False  # by ``run``, in this process
         for name, value in attributes.items():
             setattr(self, name, value)
-        self.save()
+        ObjectState.save(self)  # a derived class has not set its own attributes yet
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
         """Functions to call when the job has been started again, after the commit was restored."""
@@ -67,18 +68,18 @@ class ObjectState:
 
     def save(self) -> None:
         """Keep a copy of the state in memory."""
-        self._saved = cloudpickle.dumps(self._attributes()), self.values()
+        self._saved = cloudpickle.dumps(self._attributes()), self._values()
 
     def restore(self) -> None:
         """Set the state to what was saved, committed or synchronised last."""
         attributes, values = self._saved
         vars(self).update(cloudpickle.loads(attributes))
-        self.assign(values)
+        self._assign(values)
 
     def sync(self) -> None:
         """Give all ranks the state of rank 0."""
         vars(self).update(objects.broadcast_object(self._attributes(), 0, name="state"))
-        self.broadcast()
+        self._broadcast()
         self.save()
 
     def commit(self) -> None:
@@ -88,6 +89,11 @@ class ObjectState:
         folder = self._folder()
         if folder is None or rank_info.rank() != 0:
             return
+        if type(self).save is not ObjectState.save:
+            log.warn_once(
+                f"what {type(self).__name__}.save keeps is lost by a restart: commits have the "
+                "attributes that a constructor was given, and the variables of a TensorFlowState"
+            )
         attributes, values = self._saved
         path = storage.path_of(folder, 0, self._commits)
         # Attributes may be any objects, and the text of a checkpoint is JSON.
@@ -99,17 +105,17 @@ class ObjectState:
     def check_host_updates(self) -> None:
         """Do nothing: the next restart uses hosts that were added, up to hvdrun's --max-np."""
 
-    def values(self) -> list[Any]:
+    def _values(self) -> list[Any]:
         """This rank's values of what is more than attributes."""
         return []
 
-    def assign(self, values: Sequence[Any]) -> None:
-        """Set what ``values`` gives."""
+    def _assign(self, values: Sequence[Any]) -> None:
+        """Set what ``_values`` gives."""
 
-    def broadcast(self) -> None:
-        """Give all ranks rank 0's values of what ``values`` gives."""
+    def _broadcast(self) -> None:
+        """Give all ranks rank 0's values of what ``_values`` gives."""
 
-    def resume(self) -> bool:
+    def _resume(self) -> bool:
         """Take over the last commit; return on every rank whether one exists."""
         folder = self._folder()
         # After a restart rank 0 may be on another host than the rank 0 that has committed.
@@ -132,7 +138,7 @@ class ObjectState:
             )
         if found is not None:
             *values, attributes = [variable.value for variable in found[1].variables]
-            _check_shapes(values, self.values())
+            _check_shapes(values, self._values())
             self._saved = attributes.tobytes(), values
         if root != 0:
             self._saved = objects.broadcast_object(self._saved, root, name="committed")
@@ -170,31 +176,31 @@ class TensorFlowState(ObjectState):
                     "tf.Variables, such as model.variables + optimizer.variables."
                 )
             variables = tf.compat.v1.global_variables()
-        self._variables = list(variables)
+        self.variables = list(variables)
         self._in_session = None
         if not tf.executing_eagerly():
             self._in_session = session or tf.compat.v1.get_default_session()
             # Once: a graph that is finalised takes no more ops.
-            self._broadcast = tensorflow_v1.broadcast_variables(self._variables, 0)
+            self._broadcasting = tensorflow_v1.broadcast_variables(self.variables, 0)
         super().__init__(**attributes)
 
-    def values(self) -> list[Any]:
+    def _values(self) -> list[Any]:
         if self._in_session is not None:
-            return list(self._in_session.run(self._variables))
-        return [np.array(variable) for variable in self._variables]
+            return list(self._in_session.run(self.variables))
+        return [np.array(variable) for variable in self.variables]
 
-    def assign(self, values: Sequence[Any]) -> None:
-        for variable, value in zip(self._variables, values, strict=True):
+    def _assign(self, values: Sequence[Any]) -> None:
+        for variable, value in zip(self.variables, values, strict=True):
             if self._in_session is not None:
                 variable.load(value, self._in_session)
             else:
                 variable.assign(value)
 
-    def broadcast(self) -> None:
+    def _broadcast(self) -> None:
         if self._in_session is not None:
-            self._in_session.run(self._broadcast)
+            self._in_session.run(self._broadcasting)
         else:
-            broadcast_variables(self._variables, 0)
+            broadcast_variables(self.variables, 0)
 
 
 class TensorFlowKerasState(TensorFlowState):
@@ -272,7 +278,7 @@ def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
                 "commits of hvd.elastic are kept in memory only. For restarts from the last one "
                 "use hvdrun --max-restarts N, or set HVD_COMMITS to a folder"
             )
-        again = not state._has_run and state.resume()
+        again = not state._has_run and state._resume()
         state._has_run = True
         state.sync()
         if again:

@@ -88,7 +88,8 @@ SETTINGS: dict[str, tuple[str, Callable[[str], str]]] = {
     "HOROVOD_STALL_CHECK_TIME_SECONDS": ("HVD_STALL_WARNING_SECONDS", str),
     "HOROVOD_STALL_CHECK_DISABLE": ("HVD_STALL_WARNING_SECONDS", lambda text: "0" * (text != "0")),
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": ("HVD_TIMEOUT_SECONDS", str),
-    "HOROVOD_TIMELINE": ("HVD_TIMELINE", str),
+    # DYNAMIC: hvd.start_timeline starts it.
+    "HOROVOD_TIMELINE": ("HVD_TIMELINE", lambda text: text * (text != "DYNAMIC")),
 }
 
 # For an elastic job, in which horovodrun replaces ranks as often as needed.

@@ -108,7 +108,10 @@ class RayExecutor:
         others: Horovod's defaults of arguments without a counterpart. Others raise TypeError.
     """
 
-    _DEFAULTS: Mapping[str, Any] = {"num_workers_per_host": 1, "use_current_placement_group": True}
+    _DEFAULTS: Mapping[str, Any] = {
+        **{"num_workers_per_host": 1, "use_current_placement_group": True},
+        **{"elastic_timeout": 600, "override_discovery": True},
+    }
 
     def __init__(
         self,
@@ -138,6 +141,7 @@ class RayExecutor:
             "strategy": "PACK" if num_hosts is None else "STRICT_SPREAD",
             **(settings or {}),
         }
+        self._options["options"] = ["--horovod", *self._options.get("options", ())]
         self._started = False
 
     @staticmethod

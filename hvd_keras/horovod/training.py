@@ -114,6 +114,10 @@ class BroadcastGlobalVariablesCallback(callbacks.BroadcastGlobalVariablesCallbac
     ) -> None:
         super().__init__(root_rank, local_variables)
 
+    def register_local_var(self, var: Any) -> None:
+        """Let a variable keep its values."""
+        self._local.append(var)
+
 
 class MetricAverageCallback(callbacks.MetricAverageCallback):  # type: ignore[misc]
     """That of ``hvd_keras``, which needs no ``device``: TensorFlow chooses."""

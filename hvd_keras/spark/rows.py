@@ -124,8 +124,10 @@ def _names(columns: Any) -> list[str]:
 
 def _plain(df: Any, name: str) -> Any:
     """Return the column, as an array if it is a vector of Spark ML."""
+    quoted = name.replace("`", "``")
+    column = df[f"`{quoted}`"]  # else a dot stands before the name of a field
     if type(df.schema[name].dataType).__name__ == "VectorUDT":
         from pyspark.ml.functions import vector_to_array
 
-        return vector_to_array(df[name], "float32").alias(name)
-    return df[name]
+        return vector_to_array(column, "float32").alias(name)
+    return column

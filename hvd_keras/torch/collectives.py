@@ -395,15 +395,23 @@ def broadcast_variables(
     """Assign the root rank's values to the variables of every rank, as on TensorFlow.
 
     Raises:
-        ValueError: (on every rank) the ranks' variables differ, or ``root_rank`` is none of theirs.
+        TypeError: one is no variable of Keras.
+        ValueError: (on every rank) their number, shapes or dtypes differ, or the root is no rank.
     """
     process_set.check_included("broadcast_variables")
-    variables = list(variables)
+    variables = list(variables) if isinstance(variables, Iterable) else [variables]
+    if odd := [type(one).__name__ for one in variables if not hasattr(one, "assign")]:
+        raise TypeError(
+            f"hvd.broadcast_variables: got a {odd[0]}, expected variables of Keras, such as "
+            "model.variables. Send a tensor with hvd.broadcast."
+        )
     if process_set.size() == 1:
         return
     if not variables:
         missing_calls.warn_of_empty_broadcast(process_set)
-    specs.check_specs("broadcast", list(map(specs.spec_of, variables)), process_set)
+    # Without names: Keras's counters are in the middle of an optimizer's.
+    described = [specs.VariableSpec("values", v.shape, v.dtype) for v in variables]
+    specs.check_specs("broadcast", described, process_set)
     for number, bucket in enumerate(specs.in_buckets(variables)):
         values = [variable.value.detach() for variable in bucket]
         values = grouped_broadcast(values, root_rank, f"variables {number}", process_set)

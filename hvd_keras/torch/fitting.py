@@ -63,12 +63,11 @@ def _apply_scaled(
     apply: Callable[..., Any], scaled: Any, grads: Any, trainable_variables: Any = None
 ) -> None:
     reducer: Any = reducer_of(scaled)
-    several = reducer is not None and reducer.process_set.size() > 1
     # Accumulated gradients are exchanged once per update.
-    if several and not scaled.inner_optimizer.gradient_accumulation_steps:
+    if reducer is not None and not scaled.inner_optimizer.gradient_accumulation_steps:
         if not scaled.built:
             scaled.build(trainable_variables)
-        reducer.apply_scaled(functools.partial(apply, scaled), grads, trainable_variables)
+        reducer.apply(grads, trainable_variables, functools.partial(apply, scaled))
     else:
         apply(scaled, grads, trainable_variables)
 

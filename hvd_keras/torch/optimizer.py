@@ -237,30 +237,23 @@ class Reducer:
         self.accumulates = bool(optimizer.gradient_accumulation_steps) and not has_own
         self.watches = True  # which gradients are computed
         self.is_stepping = False  # in Keras's own step, which applies what ``backward`` computes
-        self._is_reduced = False  # what ``_apply`` gets is of all ranks
+        self._is_reduced = False  # what ``apply`` gets is of all ranks
         self._outputs: dict[str, list[torch.Tensor]] = {}  # of earlier requests
         optimizer._hvd_reducer = self
-        optimizer.apply = self._apply
+        optimizer.apply = self.apply
         optimizer._clip_gradients = self._clip_gradients
 
     @missing_calls.exchange_by("optimizer")
-    def _apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
-        """Replace ``Optimizer.apply``, which every step calls."""
+    def apply(self, grads: Any, trainable_variables: Any = None, scaled: Any = None) -> None:
+        """Replace ``Optimizer.apply``, which every step calls.
+
+        ``scaled``: a ``LossScaleOptimizer``'s. All ranks skip a step with any rank's infinity.
+        """
         if self.process_set.size() > 1 and not self._is_reduced:
             grads = self._reduced(grads, trainable_variables)
-        type(self._optimizer).apply(self._optimizer, grads, trainable_variables)
-
-    @missing_calls.exchange_by("optimizer")
-    def apply_scaled(
-        self, apply: Callable[..., None], grads: Sequence[Any], variables: Any = None
-    ) -> None:
-        """Call ``LossScaleOptimizer.apply`` with the gradients of all ranks.
-
-        An infinite one of any rank is one of all, so all ranks skip the step.
-        """
-        grads = self._reduced(grads, variables)
         with replaced(self, "_is_reduced", True):
-            apply(grads, variables)
+            apply = scaled or functools.partial(type(self._optimizer).apply, self._optimizer)
+            apply(grads, trainable_variables)
 
     def _reduced(self, grads: Sequence[Any], given: Sequence[Any] | None) -> list[Any]:
         """Exchange the gradients of a step, unless the optimizer accumulates them."""
@@ -308,8 +301,8 @@ class Reducer:
 
     def leave_uncompiled(self) -> None:
         """Let torch.compile break its graph at the exchange, which waits for other ranks."""
-        self._optimizer.apply = torch.compiler.disable(self._apply)
-        self.apply_scaled = torch.compiler.disable(self.apply_scaled)  # type: ignore[method-assign]
+        apply = torch.compiler.disable(self.apply)
+        self.apply = self._optimizer.apply = apply  # type: ignore[method-assign]
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
         """Replace ``_clip_gradients``: called once per update, with the accumulated gradients."""

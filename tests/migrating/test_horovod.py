@@ -48,6 +48,14 @@ def test_module_as_a_launcher_of_scripts(tmp_path: pathlib.Path) -> None:
     check(ranks.mpirun(2, *python(tmp_path, "-u", "-m", "hvd_keras.horovod")))
 
 
+def test_module_refuses_an_unknown_setting() -> None:
+    env = {"HOROVOD_LOG_LEVEL": "loud"}
+    job = ranks.mpirun(1, sys.executable, "-m", "hvd_keras.horovod", "true", env=env)
+    assert "python -m hvd_keras.horovod: the log level is 'loud'; expected" in job.output
+    assert "Traceback" not in job.output
+    assert job.status != 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["program", "module"])
 def test_module_as_a_launcher_of_programs(kind: str, tmp_path: pathlib.Path) -> None:

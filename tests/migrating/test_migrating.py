@@ -126,6 +126,7 @@ def test_settings_of_horovod_are_translated(monkeypatch, capsys) -> None:
     spec = job_spec.build(parse(["-np", "1", "true"]))
     others = spec.rank_environment(1, Path(), "")
     assert "HVD_TIMELINE" not in others
+    assert "HVD_TIMELINE" not in horovodrun.settings({"HOROVOD_TIMELINE": "DYNAMIC"})
 
 
 def test_options_reach_the_ranks() -> None:

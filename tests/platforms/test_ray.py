@@ -124,8 +124,10 @@ def test_horovods_executor(cluster: Any, nothing_left: None) -> None:
     executor.start(extra_env_vars={"MINE": "here"})
 
     def work(number: int, factor: int = 1) -> tuple[int, str | None]:
-        hvd_keras.init()
-        return number + factor * hvd_keras.rank(), os.environ.get("MINE")
+        import horovod.tensorflow as hvd
+
+        hvd.init()
+        return number + factor * hvd.rank(), os.environ.get("MINE")
 
     assert executor.run(_by_value(work), [5], {"factor": 3}) == [(5, "here"), (8, "here")]
     executor.shutdown()
@@ -141,8 +143,9 @@ def test_what_horovods_executor_refuses() -> None:
             RayExecutor(**arguments)
     with pytest.raises(TypeError, match="num_workers_per_host=4"):
         RayExecutor({}, None, 2, 4)  # in Horovod's order
+    defaults = {"elastic_timeout": 600, "override_discovery": True}
     with pytest.raises(TypeError, match="ranks do not outlive a call"):
-        RayExecutor(num_workers=1).start(executable_cls=dict)
+        RayExecutor(num_workers=1, **defaults).start(executable_cls=dict)
     assert "--network-interface=eth0" in RayExecutor.create_settings(nics={"eth0"})["options"]
     with pytest.raises(TypeError, match="expected one interface"):
         RayExecutor.create_settings(nics={"eth0", "eth1"})

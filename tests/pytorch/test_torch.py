@@ -324,7 +324,13 @@ def test_what_is_not_there_is_refused(hvdrun) -> None:
 
         loader = loading.DataLoader(rows, 2, sampler=Random())
         refused(ValueError, "gives other rows each time", lambda: shard(loader))
-        fit()
+        parameters = torch.nn.Linear(2, 2).parameters()
+        share = hvd.broadcast_variables
+        refused(TypeError, "got a Parameter, expected variables", lambda: share(parameters, 0))
+        share(model().weights[0], 0)
+        if hvd.rank() == 0:
+            keras.layers.Dense(1)  # Keras counts it in the names of the optimizer's variables
+        fit(optimizer=wrap(keras.optimizers.Adam()))
         print("done")
     """
     assert run(hvdrun, 2, script).count("done") == 2

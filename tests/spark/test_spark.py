@@ -22,8 +22,8 @@ def ranks(folder: pathlib.Path) -> dict[int, str]:
 def test_training(spark, tmp_path, capfd) -> None:
     """Rows from a DataFrame, each on one rank and in one step; the results are in rank order."""
     data = [(number, [float(number), 1.0]) for number in range(103)]
-    frame = spark.createDataFrame(data, ["y", "x"]).repartition(3)
-    rows = hvd.spark.shard(frame, ({"x": "x"}, "y"), 8, path=tmp_path / "rows")
+    frame = spark.createDataFrame(data, ["y", "x.1"]).repartition(3)
+    rows = hvd.spark.shard(frame, ({"x": "x.1"}, "y"), 8, path=tmp_path / "rows")
 
     def train(rate):
         import keras
