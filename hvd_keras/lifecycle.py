@@ -70,6 +70,7 @@ _EXIT_STATUS = {
 }
 
 _guards_installed = False
+_rank_process = 0  # which has joined, unlike one that it has forked
 
 
 def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> None:
@@ -87,7 +88,8 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
 
     Args:
         comm: the processes of the job: an mpi4py communicator, or a list of ranks of
-            ``MPI.COMM_WORLD``; all of them pass the same. Default: all processes.
+            ``MPI.COMM_WORLD``; all of them pass the same. Default: all processes. Those outside
+            of it call this, too, and get a ValueError: the start of MPI waits for them.
         process_sets: ``hvd.ProcessSet`` objects, or lists of ranks, to add, the same on all ranks.
             (Horovod's ``"dynamic"`` is accepted; sets can be added at any time.)
 
@@ -162,14 +164,19 @@ def _join(comm: Any) -> None:
     ranks, communicator = _members(comm)
     if comm is None:
         _refuse_lost_environment()
-    settings.choose_transports(libraries.mpi_version())
     array = (ctypes.c_int * len(ranks))(*ranks)
     settings.tell_hvdrun(mark=settings.ARRIVED)
     settings.tell_imports()
     _flush()  # hvd_init ends the process if another rank does not come
-    if code := core.hvd_init(array, len(ranks), communicator):
-        kind = ValueError if code == libraries.INVALID_ARGUMENT else RuntimeError
-        raise kind(core.hvd_error().decode())
+    with settings.chosen_transports(libraries.mpi_version()):
+        code = core.hvd_init(array, len(ranks), communicator)
+    if code == libraries.INVALID_ARGUMENT:
+        _install_guards()  # in a process outside of the job, MPI must end, too
+        raise ValueError(core.hvd_error().decode())
+    if code:
+        raise RuntimeError(core.hvd_error().decode())
+    global _rank_process
+    _rank_process = os.getpid()
     if comm is None:
         _refuse_lonely_world()
     settings.tell_hvdrun(mark=settings.JOINED)
@@ -188,7 +195,7 @@ def shutdown() -> None:
     Called automatically at the end of the script. If other ranks still wait for a collective of
     this rank, they get an error that names it, and this process cannot join a job again.
     """
-    if rank_info.is_initialized():
+    if rank_info.is_initialized() and os.getpid() == _rank_process:
         if _leave("it called hvd.shutdown()", -1.0) is not LeaveResult.TOGETHER:
             rank_info.left_alone = True
         forget_all()
@@ -201,12 +208,14 @@ def end(error: str, seconds: float) -> None:
         error: why this process fails, which the others show; empty if it does not.
         seconds: how long to wait for the others; negative: as long as they need.
     """
+    if os.getpid() != _rank_process:
+        return
     if rank_info.is_initialized():
         _leave(error or "its script has ended", seconds)
         if error:
             rank_info.left_alone = True
             return
-    elif error or not _guards_installed:
+    elif error:
         return
     _finalize()
 
@@ -307,28 +316,19 @@ def _install_guards() -> None:
             else:
                 previous_hook(kind, value, traceback)
         finally:  # even if the hook fails
-            core = libraries.core()
-            others = rank_info.left_alone or (rank_info.is_initialized() and rank_info.size() > 1)
-            if os.getpid() == process and others and _is_ending():
-                _flush()
-                exit_status = 1
-                flight.note_exception(kind, traceback)
-                if not rank_info.left_alone:
-                    left = _leave(_first_line(kind, value), _ERROR_SECONDS)
-                    exit_status = _EXIT_STATUS.get(left, 1)
-                    if left in _EXIT_STATUS:
-                        settings.tell_hvdrun(mark=settings.FOLLOWS)
-                if settings.read().watched:
-                    # MPICH and SLURM would also kill the process that reports to hvdrun.
-                    os._exit(exit_status)
-                core.hvd_abort(exit_status)
+            if os.getpid() == process and _is_ending():
+                _end_all(kind, value, traceback)
 
     def at_exit() -> None:
         if os.getpid() != process:
             return  # a forked child is not a rank, and has no engine
+        if (error := _uncaught()) is not None:  # a library has replaced our hook
+            _end_all(type(error), error, error.__traceback__)
         if rank_info.is_initialized():
             _flush()
             _leave("its script has ended", -1.0)
+        elif error is not None and not _is_prepared:
+            return  # others may wait in the init() that has failed here, and must end
         _finalize()
         if log.has_failed:
             _flush()
@@ -336,6 +336,33 @@ def _install_guards() -> None:
 
     sys.excepthook = abort_all
     atexit.register(at_exit)
+
+
+def _end_all(
+    kind: type[BaseException], value: BaseException, traceback: TracebackType | None
+) -> None:
+    """Leave the job, if it has other ranks, with an error, and end this process."""
+    if not rank_info.left_alone and (not rank_info.is_initialized() or rank_info.size() == 1):
+        return
+    _flush()
+    exit_status = 1
+    flight.note_exception(kind, traceback)
+    if not rank_info.left_alone:
+        left = _leave(_first_line(kind, value), _ERROR_SECONDS)
+        exit_status = _EXIT_STATUS.get(left, 1)
+        if left in _EXIT_STATUS:
+            settings.tell_hvdrun(mark=settings.FOLLOWS)
+    if settings.read().watched:
+        # MPICH and SLURM would also kill the process that reports to hvdrun.
+        os._exit(exit_status)
+    libraries.core().hvd_abort(exit_status)
+
+
+def _uncaught() -> BaseException | None:
+    """Return the error that has ended the script, if one has."""
+    # Nothing has called the frame that it ends in. Libraries also print errors of callbacks.
+    trace = getattr(sys, "last_traceback", None)
+    return None if trace is None or trace.tb_frame.f_back else sys.last_value
 
 
 def _is_ending() -> bool:
@@ -372,7 +399,9 @@ def _flush() -> None:
 
 
 def _leave(reason: str, seconds: float) -> LeaveResult:
-    left = LeaveResult(libraries.core().hvd_leave(reason.encode(), seconds))
+    left = LeaveResult(
+        libraries.core().hvd_leave(reason.encode(errors="backslashreplace"), seconds)
+    )
     if left is LeaveResult.AWAITED:
         log.logger.error("left while others waited for it, so the job ends: %s", reason)
         _flush()

@@ -7,7 +7,13 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras.ops import validate
-from hvd_keras.ops.reduction import Compression, Compressor, check_reducible, wire_dtype
+from hvd_keras.ops.reduction import (
+    Compression,
+    Compressor,
+    check_reducible,
+    converted,
+    wire_dtype,
+)
 from hvd_keras.ops.slices import reduce_slices
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
@@ -173,7 +179,7 @@ def grouped_allreduce(
         ):
             wire = None
         outside = compression if wire is None else Compression.none
-        packed = [outside.compress(results[i]) for i in dense]
+        packed = [converted(outside.compress)(results[i]) for i in dense]
         with tf.device(device_dense or None):
             reduced = _allreduce_dense(
                 [tensor for tensor, _ in packed],
@@ -185,7 +191,7 @@ def grouped_allreduce(
                 wire_dtype=(wire or tf.float64).name,  # float64 rounds nothing
             )
         for i, tensor, (_, context) in zip(dense, reduced, packed, strict=True):
-            results[i] = outside.decompress(tensor, context)
+            results[i] = converted(outside.decompress)(tensor, context)
     if sparse:
         slices = [results[i] for i in sparse]
         factor = prescale_factor * postscale_factor

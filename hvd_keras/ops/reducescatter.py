@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras.ops import validate
-from hvd_keras.ops.reduction import Compression, Compressor, check_reducible
+from hvd_keras.ops.reduction import Compression, Compressor, check_reducible, converted
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.runtime.reductions import Average, ReduceOp, Sum
 
@@ -85,7 +85,7 @@ def grouped_reducescatter(
         for tensor in checked:
             check_reducible("reducescatter", tensor, op, prescale_factor, postscale_factor)
     # Unlike allreduce's, compressed here: the core rounds no reducescatter.
-    packed = [compression.compress(tensor) for tensor in checked]
+    packed = [converted(compression.compress)(tensor) for tensor in checked]
     with tf.device(device_dense or None):
         reduced = validate.raw.hvd_reducescatter(
             [tensor for tensor, _ in packed],
@@ -96,6 +96,6 @@ def grouped_reducescatter(
             postscale_factor=repr(float(postscale_factor)),
         )
     return [
-        compression.decompress(tensor, context)
+        converted(compression.decompress)(tensor, context)
         for tensor, (_, context) in zip(reduced, packed, strict=True)
     ]

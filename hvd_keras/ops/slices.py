@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from hvd_keras.ops import validate
-from hvd_keras.ops.reduction import Compression, Compressor
+from hvd_keras.ops.reduction import Compression, Compressor, converted
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.runtime.reductions import Average, ReduceOp
 
@@ -37,7 +37,7 @@ def reduce_slices(
     for one in slices:
         # One's own rows are fewer than all, but a compressed value may be too small to be divided.
         own = scaled(one.values) if compression is Compression.none else one.values
-        values, context = compression.compress(own)
+        values, context = converted(compression.compress)(own)
         # Three tensors of one request: [rows, ...], [rows] and [1].
         parts += [values, one.indices, _is_common(one.indices)]
         contexts.append(context)
@@ -50,7 +50,7 @@ def reduce_slices(
     results = []
     for i, one in enumerate(slices):
         values, indices, are_common = gathered[3 * i : 3 * i + 3]
-        values = compression.decompress(values, contexts[i])
+        values = converted(compression.decompress)(values, contexts[i])
         if compression is not Compression.none:
             values = scaled(values)
         if process_set.size() > 1:

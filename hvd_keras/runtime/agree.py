@@ -98,6 +98,9 @@ class _Call(ctypes.Structure):
 # Of requests that were aborted in the middle: late messages may still be written there.
 _kept: list[Any] = []
 
+# Requests that nobody has waited for: their memory stays, even if their owner gives them up.
+_begun: set["Request"] = set()
+
 
 class Request:
     """A request on its way.
@@ -140,13 +143,16 @@ class Request:
     ) -> None:
         if refuses.get():
             raise RuntimeError(f"{kind} {name!r}: nothing is exchanged in a trial")
-        words = (word.encode() for word in (kind, name, note, reduction, wire))
+        # A note may have the name of a file, which may be no text.
+        texts = kind, name, note, reduction, wire
+        words = (text.encode(errors="backslashreplace") for text in texts)
         call = _Call(*words, process_set, root, prescale, postscale, device, stream, allocate)
         self._owner: Any = owner, inputs, allocate
         tensors = (Memory * len(inputs))(*inputs)
         there = outputs and (ctypes.c_void_p * len(outputs))(*outputs)
         self._core = libraries.core()
         self._pending = self._core.hvd_submit(ctypes.byref(call), tensors, len(inputs), there)
+        _begun.add(self)
 
     def wait(self) -> None:
         """Wait for the results, without Python's lock; on a device, until ``stream`` waits.
@@ -165,13 +171,15 @@ class Request:
         where = ctypes.byref(data), ctypes.byref(shape)
         dims = shape[: self._core.hvd_result(self._pending, index, *where)]
         size = math.prod(dims) * np.dtype(dtype).itemsize
-        return np.frombuffer(ctypes.string_at(data, size), dtype).reshape(dims).copy()
+        memory = (ctypes.c_char * size).from_address(data.value)  # string_at takes less than 2 GiB
+        return np.frombuffer(memory, dtype).reshape(dims).copy()
 
     def release(self) -> None:
         """Free the request and its results."""
         if not self._core.hvd_release(self._pending):
             _kept.append(self._owner)
         self._owner = None
+        _begun.discard(self)
 
 
 def run(
@@ -179,10 +187,6 @@ def run(
 ) -> list[np.ndarray[Any, Any]]:
     """Run a collective of arrays, as ``begin``; also while a framework traces a function."""
     return begin(kind, arrays, **call)()
-
-
-# Requests that nobody has waited for: their memory stays, even if their owner gives them up.
-_begun: set[Request] = set()
 
 
 def begin(
@@ -204,10 +208,8 @@ def begin(
     inputs = [Memory.at(array.ctypes.data, array.dtype.name, array.shape) for array in mine]
     outputs = [array.ctypes.data for array in results] or None
     request = Request(kind, inputs, outputs, (mine, results), **call)
-    _begun.add(request)
 
     def finish() -> list[np.ndarray[Any, Any]]:
-        _begun.discard(request)
         request.wait()
         found = results
         if not keeps_shape:

@@ -13,6 +13,7 @@ import json
 import mmap
 import os
 import pathlib
+import re
 import shutil
 import signal
 import socket
@@ -50,20 +51,27 @@ def is_script(file: str) -> bool:
 class _Recorder:
     """The files of this rank."""
 
+    _is_handler = False  # of crashes; then those of this process that follow are, too
+
     def __init__(self, folder: pathlib.Path, rank: int) -> None:
         self._paths = [folder / f"rank-{rank}.{what}" for what in ("requests", "stacks")]
         self._keep = False
         self._count = 0
         folder.mkdir(parents=True, exist_ok=True)
+        if rank == 0:
+            _remove_others(folder, rank_info.size())
+        for path in self._paths:
+            path.unlink(missing_ok=True)  # not truncated: a job beside this one may have mapped it
         self._calls: mmap.mmap | None = None
         self._written: list[tuple[str, CodeType, int] | None] = [None] * CALLS
         self._stacks: BinaryIO = self._paths[1].open("wb", buffering=0)
         about = {"host": socket.gethostname(), "pid": os.getpid(), "libraries": _libraries()}
         self._write(json.dumps(about))
         # The launcher ends the others like this when a rank has failed. Later handlers win.
+        self._at_start = signal.getsignal(signal.SIGTERM)
         faulthandler.register(signal.SIGTERM, self._stacks, chain=True)
-        self._is_handler = not faulthandler.is_enabled()
-        if self._is_handler:
+        if self._is_handler or not faulthandler.is_enabled():
+            _Recorder._is_handler = True
             faulthandler.enable(self._stacks)
         # The core writes a byte when requests fail, and waits until it gets one back.
         self._own, self._core = socket.socketpair()
@@ -135,7 +143,10 @@ class _Recorder:
 
     def stop(self, *, keep: bool) -> None:
         """End the recording; remove the files unless requests have failed."""
-        faulthandler.unregister(signal.SIGTERM)
+        handler = signal.getsignal(signal.SIGTERM)
+        faulthandler.unregister(signal.SIGTERM)  # which restores the handler of the start
+        if handler != self._at_start and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
         self._core.shutdown(socket.SHUT_RDWR)
         self._listener.join()
         self._own.close()
@@ -145,6 +156,14 @@ class _Recorder:
         if not keep and not self._keep:
             for path in self._paths:
                 path.unlink(missing_ok=True)
+
+
+def _remove_others(folder: pathlib.Path, size: int) -> None:
+    """Remove what the further ranks of an earlier, larger job have left here."""
+    for path in folder.glob("rank-*"):
+        found = re.fullmatch(r"rank-(\d+)\.(requests|stacks)", path.name)
+        if found and int(found[1]) >= size:
+            path.unlink(missing_ok=True)
 
 
 _recorder: _Recorder | None = None

@@ -6,7 +6,7 @@ hvdrun imports this as well, so it uses the standard library only.
 import ctypes
 import dataclasses
 import importlib.util
-import os.path
+import os
 import pathlib
 import platform
 import re
@@ -46,7 +46,7 @@ class Library:
 def loaded() -> list[str]:
     """Return the MPI libraries that this process has loaded."""
     found = []
-    for line in pathlib.Path("/proc/self/maps").read_text().splitlines():
+    for line in os.fsdecode(pathlib.Path("/proc/self/maps").read_bytes()).split("\n"):
         path = line[line.find("/") :]
         is_ours = "/hvd_keras/native/" in path  # an alias, see native/CMakeLists.txt
         if re.search(r"/lib(mpi|mpich)\.so[.\d]*$", path) and not is_ours and path not in found:

@@ -14,7 +14,7 @@ import pathlib
 import re
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 #: What `tell_hvdrun` marks: the program uses hvd_keras, so it should call `hvd.init()`;
@@ -210,10 +210,10 @@ def launched_above() -> tuple[str, int]:
                 break  # the rank
             if "HVDRUN_SECRET" in (found := _first_environment(folder)):  # hvdrun's worker
                 return "hvdrun", launched(found)[2]
-            if (folder / "comm").read_text().strip() in _STARTERS:
+            if os.fsdecode((folder / "comm").read_bytes()).strip() in _STARTERS:
                 tasks = (folder / "task").glob("*/children")
                 return "mpirun", sum(len(task.read_text().split()) for task in tasks)
-            process = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            process = int((folder / "stat").read_bytes().rpartition(b")")[2].split()[1])
     return "", 1
 
 
@@ -357,12 +357,19 @@ def point_mpi4py_at(mpi_library: str) -> None:
         os.environ.setdefault("MPI4PY_LIBMPI", os.path.realpath(mpi_library))
 
 
-def choose_transports(mpi_version: str) -> None:
-    """Turn off unneeded transports of Open MPI 5, unless the user has chosen some."""
+@contextlib.contextmanager
+def chosen_transports(mpi_version: str) -> Iterator[None]:
+    """Turn off unneeded transports of Open MPI 5 in a block, unless the user has chosen some."""
     # The one-sided transport over libfabric sleeps for a second in MPI_Init while it looks for
     # networks; hvd_keras does not use it. A process that no launcher has started needs no
     # transport, and the one over shared memory would leave a file in /dev/shm.
-    match = re.match(r"Open MPI v(\d+)", mpi_version)
-    if match and int(match[1]) >= 5:
-        is_alone = not {"PMIX_RANK", "OMPI_COMM_WORLD_RANK"} & os.environ.keys()
-        os.environ.setdefault("OMPI_MCA_btl", "self" if is_alone else "^ofi")
+    match, name = re.match(r"Open MPI v(\d+)", mpi_version), "OMPI_MCA_btl"
+    if not match or int(match[1]) < 5 or name in os.environ:
+        yield
+        return
+    is_alone = not {"PMIX_RANK", "OMPI_COMM_WORLD_RANK"} & os.environ.keys()
+    os.environ[name] = "self" if is_alone else "^ofi"
+    try:
+        yield
+    finally:
+        del os.environ[name]  # a job that this process starts needs others

@@ -30,7 +30,7 @@ def _hook(kind: type[BaseException], value: BaseException, trace: TracebackType 
     try:
         if folder is not None:
             lines = "".join(traceback.format_exception(kind, value, trace))
-            error = settings.ERROR + hashlib.sha256(lines.encode()).hexdigest()[:16]
+            error = settings.ERROR + hashlib.sha256(ascii(lines).encode()).hexdigest()[:16]
             first, printed = _first_rank(folder / error, mine), folder / f"{error}-printed"
             settings.tell_hvdrun(mark=error if first == mine else settings.REPEATED + error)
     except Exception:  # its own __str__ fails, or the disk is full

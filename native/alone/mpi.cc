@@ -17,9 +17,8 @@ HANDLES(communicator, ompi_mpi_comm_world, ompi_mpi_comm_null)
 HANDLES(errhandler, ompi_mpi_errors_return)
 HANDLES(info, ompi_mpi_info_null)
 HANDLES(request, ompi_request_null)
-HANDLES(op, ompi_mpi_op_bor, ompi_mpi_op_max, ompi_mpi_op_min, ompi_mpi_op_sum)
-HANDLES(datatype, ompi_mpi_byte, ompi_mpi_char, ompi_mpi_datatype_null, ompi_mpi_double,
-        ompi_mpi_int, ompi_mpi_uint64_t)
+HANDLES(op, ompi_mpi_op_bor, ompi_mpi_op_max, ompi_mpi_op_min)
+HANDLES(datatype, ompi_mpi_byte, ompi_mpi_char, ompi_mpi_double, ompi_mpi_int)
 #endif
 
 // Functions that have nothing to do, and functions between several ranks. Under another name, mpi.h
@@ -42,18 +41,10 @@ NOTHING(Comm_split_type)
 NOTHING(Group_free)
 NOTHING(Group_incl)
 NOTHING(Ibcast)
-NOTHING(Op_create)
-NOTHING(Op_free)
-NOTHING(Type_commit)
-NOTHING(Type_contiguous)
-NOTHING(Type_free)
 NOTHING(Waitall)
 NEVER(Allgather)
 NEVER(Error_string)
 NEVER(Get_count)
-NEVER(Iallgather)
-NEVER(Iallreduce)
-NEVER(Recv)
 
 namespace {
 

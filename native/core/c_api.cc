@@ -85,15 +85,6 @@ struct Pending {
   std::vector<hvd::Shape> shapes;
 };
 
-// The last of some values, in the order of their numbers, has the widest type.
-template <typename Value>
-Value named(const char* name, Value last) {
-  for (int i = 0; i < static_cast<int>(last); ++i) {
-    if (name == std::string(hvd::name_of(static_cast<Value>(i)))) return static_cast<Value>(i);
-  }
-  return last;
-}
-
 }  // namespace
 
 extern "C" {
@@ -223,16 +214,16 @@ HVD_EXPORT void* hvd_submit(const CallOfC* call, const TensorOfC* inputs, int co
   request.note = call->note;
   request.process_set = call->process_set;
   request.root = call->root;
-  request.reduction = named(call->reduction, hvd::Reduction::adasum);
-  request.wire = named(call->wire, hvd::DType::float64);
+  hvd::set_by_name(call->reduction, hvd::Reduction::adasum, &request.reduction);
+  hvd::set_by_name(call->wire, hvd::DType::float64, &request.wire);
   request.prescale = call->prescale;
   request.postscale = call->postscale;
   request.device = call->device;
   request.stream = call->stream;
   for (int i = 0; i < count; ++i) {
     const TensorOfC& input = inputs[i];
-    request.inputs.push_back({input.data, named(input.dtype, hvd::DType::float64),
-                              hvd::Shape(input.shape, input.shape + input.dims)});
+    request.inputs.push_back({input.data, {}, hvd::Shape(input.shape, input.shape + input.dims)});
+    hvd::set_by_name(input.dtype, hvd::DType::float64, &request.inputs.back().dtype);
     if (outputs) request.outputs.push_back(outputs[i]);
   }
   const auto dtypes = [inputs = request.inputs](size_t i) {

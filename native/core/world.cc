@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <optional>
 #include <stdexcept>
 #include <thread>
 #include <utility>
@@ -153,8 +154,8 @@ Status World::choose_job(const std::vector<int>& ranks, const MPI_Comm* communic
   if (std::find(ranks.begin(), ranks.end(), rank) == ranks.end()) {
     return Status::error(Code::invalid_argument,
                          "this process is MPI's rank " + std::to_string(rank) +
-                             ", which comm does not list. Call hvd.init() only on those that it "
-                             "lists, or give this process its own list.");
+                             ", which comm does not list, so it is not in the job. Catch this "
+                             "error if that is intended, or give this process its own list.");
   }
   job_ = communicator_of(MPI_COMM_WORLD, ranks, ranks[0]);
   return {};
@@ -281,8 +282,11 @@ void World::finalize() {
   int finalized = 0;
   HVD_MPI(MPI_Finalized(&finalized));
   if (!initialized_mpi_ || !all_left_together_ || finalized) return;
-  const Watchdog watchdog(settings_, settings_.timeout_seconds,
-                          "MPI_Finalize waits for another rank, which does not go on.");
+  std::optional<Watchdog> watchdog;  // processes outside of the job take as long as they like
+  if (ranks_in(MPI_COMM_WORLD) == rank_info_.size) {
+    watchdog.emplace(settings_, settings_.timeout_seconds,
+                     "MPI_Finalize waits for another rank, which does not go on.");
+  }
   HVD_MPI(MPI_Finalize());
 }
 

@@ -28,13 +28,8 @@ Request request_of(const tensorflow::NodeDef& node) {
   request.process_set = static_cast<int>(attribute("process_set").i());
   request.waits = node.attr().count("waits") == 0 || attribute("waits").b();
   request.root = static_cast<int>(attribute("root_rank").i());
-  using R = Reduction;
-  for (const R known : {R::average, R::sum, R::min, R::max, R::product, R::adasum}) {
-    if (name_of(known) == attribute("reduction").s()) request.reduction = known;
-  }
-  for (const DType known : {DType::float16, DType::bfloat16}) {
-    if (name_of(known) == attribute("wire_dtype").s()) request.wire = known;
-  }
+  set_by_name(attribute("reduction").s(), Reduction::adasum, &request.reduction);
+  set_by_name(attribute("wire_dtype").s(), DType::float64, &request.wire);
   const std::string prescale = attribute("prescale_factor").s();
   const std::string postscale = attribute("postscale_factor").s();
   if (!prescale.empty()) parse(prescale, &request.prescale);

@@ -4,6 +4,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
@@ -188,6 +189,41 @@ def test_processes_that_a_rank_starts_are_no_ranks(tmp_path) -> None:
     job = ranks.run_script(tmp_path, 2, script)
     assert job.status == 0, job.output
     assert job.output.count("squares [1, 4]") == job.output.count("told True") == 2, job.output
+
+
+def test_processes_outside_of_the_job_take_as_long_as_they_like(hvdrun) -> None:
+    """Rank 0, the job, ends after rank 1 and before rank 2."""
+    script = """
+        import hvd_keras as hvd
+        try:
+            hvd.init(comm=[0])
+        except ValueError as error:
+            assert rank > 0 and "which comm does not list" in str(error)
+        time.sleep([3, 0, 6][rank])
+        """
+    limits = {"HVD_TIMEOUT_SECONDS": "1", "HVD_STALL_WARNING_SECONDS": "0.5"}
+    job = hvdrun.python(3, script, env=hvdrun.environment | limits)
+    assert job.returncode == 0, job.stderr
+    assert "no progress" not in job.stderr
+
+
+def test_names_that_are_no_text(tmp_path) -> None:
+    """The name of a process ends after 15 bytes, within a character; a file's may be any bytes."""
+    script = f"""
+        import mmap
+        from hvd_keras.runtime import mpi_library, settings
+        with open(b"{tmp_path}/caf\\xe9", "w+b") as file:
+            file.write(b"x")
+            file.flush()
+            file = mmap.mmap(file.fileno(), 1)
+        print(settings.launched_above(), mpi_library.loaded())
+        """
+    (tmp_path / "script.py").write_text(textwrap.dedent(script))
+    shell = tmp_path / "обучение.sh"
+    shell.write_text(f"#!/bin/sh\n{sys.executable} {tmp_path}/script.py; exit $?\n")
+    shell.chmod(0o755)
+    job = subprocess.run([shell], capture_output=True, text=True)
+    assert job.stdout == "('', 1) []\n", job.stderr
 
 
 def test_another_backend_of_keras_is_named() -> None:

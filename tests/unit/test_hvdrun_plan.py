@@ -159,6 +159,7 @@ def test_the_command_in_an_allocation_of_slurm(hvdrun, given: bool) -> None:
         (["-H", "a:x"], "-H got 'a:x'; expected a host name"),
         (["--hosts=-oProxyCommand=x"], "-H got '-oProxyCommand=x'; expected a host name"),
         (["-H", "a;b:1"], "-H got 'a;b:1'; expected a host name"),
+        (["-H", "a..b:1"], "-H got 'a..b:1'; expected a host name"),
         (["-H", "a#b:1"], "-H got 'a#b:1'; expected a host name"),
         (["-H", "a:1,a:2"], "-H lists a twice; expected each host once"),
         (["-H", ","], "-H lists no host; expected for example server1:4"),
@@ -325,10 +326,11 @@ def test_bash_completes_options(hvdrun, words: str, expected: list[str]) -> None
 
 def test_output_goes_to_a_file_of_each_rank_too(hvdrun) -> None:
     code = "print('out', rank)\nprint('err', rank, file=sys.stderr)"
-    options = ("-np", "2", "--oversubscribe", "--output-dir", "new/output")
-    for _ in range(2):  # what an earlier job has left there goes
-        done = hvdrun.run(*options, sys.executable, hvdrun.script(code))
+    options = ("--oversubscribe", "--output-dir", "new/output", sys.executable)
+    for size in ("3", "2"):  # what an earlier job has left there goes
+        done = hvdrun.run("-np", size, *options, hvdrun.script(code))
     assert done.returncode == 0
+    assert len([*(hvdrun.folder / "new/output").iterdir()]) == 2
     for rank in range(2):
         text = (hvdrun.folder / f"new/output/rank-{rank}.txt").read_text()
         assert sorted(text.splitlines()) == [f"err {rank}", f"out {rank}"]
@@ -386,22 +388,26 @@ def test_restarts_on_this_host(hvdrun) -> None:
     assert said == [f"hvdrun: restart {n} of 5: 1 rank on this host" for n in (1, 2)]
 
 
-def test_a_restart_waits_for_a_list_of_hosts_that_is_away(hvdrun) -> None:
-    """The discovery script fails once, and once lists no host."""
+def test_a_start_waits_for_a_list_of_hosts_that_is_away(hvdrun) -> None:
+    """The discovery script lists no host, at the restart after it has failed."""
     (hvdrun.folder / "answers").mkdir()
-    for number, answer in enumerate(["echo localhost:1", "exit 3", "true", "echo localhost:1"]):
+    there = "echo localhost:1"
+    for number, answer in enumerate(["true", there, "exit 3", "true", there]):
         (hvdrun.folder / "answers" / str(number)).write_text(answer)
     script = hvdrun.program("hosts.sh", "cd answers; set -- *; mv $1 now; . ./now")
     code = "if os.path.exists('again'): sys.exit(0)\nopen('again', 'w')\nsys.exit(3)"
     options = ("--host-discovery-script", script, "-np", "1", "--max-restarts", "1")
+    options += ("--wait-for-hosts", "60")
     done = hvdrun.run(*options, sys.executable, hvdrun.script(code))
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if "failed first" not in line]
+    none = f"--host-discovery-script {script} lists no host; expected for example "
+    none += "server1:4,server2:4"
     assert said == [
+        f"hvdrun: waiting (--wait-for-hosts): {none}",
         f"hvdrun: no hosts: --host-discovery-script {script} ended with exit status 3: ; "
         "expected lines such as server1:4 and exit status 0",
-        f"hvdrun: no hosts: --host-discovery-script {script} lists no host; expected for example "
-        "server1:4,server2:4",
+        f"hvdrun: no hosts: {none}",
         "hvdrun: restart 1 of 1: 1 rank on localhost:1",
     ]
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 namespace hvd {
 
@@ -47,6 +48,14 @@ constexpr const char* name_of(DType dtype) {
 constexpr const char* name_of(Reduction reduction) {
   constexpr const char* kNames[] = {"Average", "Sum", "Min", "Max", "Product", "Adasum"};
   return kNames[static_cast<int>(reduction)];
+}
+
+// Sets one of such values, up to the last, to that of a name, if there is one.
+template <typename Value>
+void set_by_name(const std::string& name, Value last, Value* value) {
+  for (int i = 0; i <= static_cast<int>(last); ++i) {
+    if (name == name_of(static_cast<Value>(i))) *value = static_cast<Value>(i);
+  }
 }
 
 constexpr bool is_floating(DType dtype) { return dtype >= DType::float16; }

@@ -149,8 +149,10 @@ bool Engine::serve_next() {
     serve(take_head());
     return true;
   }
-  stop(LeaveResult::all_left, Code::aborted,
-       "hvd.shutdown() was called. Call hvd.init() again first.");
+  std::unique_lock<std::mutex> lock(mutex_);
+  const std::string why = "this rank had " + reason_ + ".";
+  lock.unlock();
+  stop(LeaveResult::all_left, Code::aborted, why);
   return false;
 }
 
