@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import pathlib
 import threading
@@ -152,23 +153,41 @@ class _Publisher(threading.Thread):
         if self._tells:  # not of all ranks: the message would grow with the job
             settings.tell_hvdrun(statistics=numbers | {"late": ranks[self._rank]})
         if self._path is not None:
+            # JSON has no NaN.
+            fit = {k: v if math.isfinite(v or 0) else None for k, v in numbers["training"].items()}
             unfinished = self._path.with_suffix(".new")
-            unfinished.write_text(json.dumps(numbers | {"ranks": ranks}))
+            unfinished.write_text(json.dumps(numbers | {"ranks": ranks, "training": fit}))
             unfinished.replace(self._path)
 
 
 #: None: nothing is published.
 publisher: _Publisher | None = None
 
+# How many timelines of HVD_TIMELINE this process has begun: one with each `init()`.
+_timelines = 0
+
 
 def start_publishing() -> None:
     """Begins to publish statistics and a timeline if they are wanted; after the job has begun."""
-    global publisher
+    global publisher, _timelines
     chosen = settings.read()
+    folder = chosen.stats_directory
+    if folder is not None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"HVD_STATS_DIRECTORY is '{folder}', which rank {rank_info.rank()} cannot make: "
+                f"{error.strerror}. Name a folder that every rank may write to, or unset it."
+            ) from error
     if chosen.timeline:
-        _start_timeline("HVD_TIMELINE", chosen.timeline)
-    if chosen.tells_statistics or chosen.stats_directory is not None:
-        publisher = _Publisher(chosen.tells_statistics, chosen.stats_directory)
+        _timelines += 1
+        file = pathlib.Path(chosen.timeline)
+        if _timelines > 1:
+            file = file.with_stem(f"{file.stem}-{_timelines}")
+        _start_timeline("HVD_TIMELINE", str(file))
+    if chosen.tells_statistics or folder is not None:
+        publisher = _Publisher(chosen.tells_statistics, folder)
         publisher.start()
 
 

@@ -195,22 +195,25 @@ def _find(ranks: dict[int, Rank]) -> tuple[list[int], str]:
         for process_set in members:
             own = [r for r in rank.open_requests() if r.process_set == process_set]
             by_set[process_set][rank.rank] = own
-    for pending in by_set.values():
-        if found := _differing(ranks, pending):
-            return found
+    # A rank that waits in another process set may do so for the one that differed first.
+    for may_wait in (False, True):
+        for pending in by_set.values():
+            alone = [n for n, own in pending.items() if own == ranks[n].open_requests()]
+            if found := _differing(ranks, pending, [*pending] if may_wait else alone):
+                return found
     culprits = _first_to_end(ranks, ranks)
     return culprits, _end(ranks[culprits[0]])
 
 
 def _differing(
-    ranks: dict[int, Rank], pending: dict[int, list[Request]]
+    ranks: dict[int, Rank], pending: dict[int, list[Request]], suspects: Sequence[int]
 ) -> tuple[list[int], str] | None:
-    """Of the ranks of a process set, whose open requests are not those of the others."""
-    identities = list(dict.fromkeys(r.identity for own in pending.values() for r in own))
-    missing = {
-        identity: [n for n, own in pending.items() if identity not in {r.identity for r in own}]
-        for identity in identities
-    }
+    """Which suspects have open requests that are not those of the other ranks of a process set."""
+    prints: dict[str, dict[int, int]] = {}  # by identity, of each rank
+    for n, own in pending.items():
+        for request in own:
+            prints.setdefault(request.identity, {}).setdefault(n, request.fingerprint)
+    missing = {identity: [n for n in suspects if n not in prints[identity]] for identity in prints}
     missing = {identity: without for identity, without in missing.items() if without}
     if missing:
         fewest = min(map(len, missing.values()))
@@ -218,18 +221,13 @@ def _differing(
         tied = [identity for identity, without in missing.items() if len(without) == fewest]
         identity = next((one for one in tied if one in usual), tied[0])
         culprits = _first_to_end(ranks, missing[identity])
-        waiting = [n for n in pending if n not in missing[identity]]
-        own = pending[culprits[0]]
-        what = f"called {own[0].identity}" if own else _end(ranks[culprits[0]])
-        return culprits, f"{what} while {names(waiting)} waited for {identity}"
-    for identity in identities:
-        prints = {
-            n: next(r.fingerprint for r in own if r.identity == identity)
-            for n, own in pending.items()
-        }
-        common, votes = collections.Counter(prints.values()).most_common(1)[0]
-        if votes < len(prints):
-            culprits = [n for n, fingerprint in prints.items() if fingerprint != common]
+        calls = ranks[culprits[0]].open_requests()
+        what = f"called {calls[0].identity}" if calls else _end(ranks[culprits[0]])
+        return culprits, f"{what} while {names([*prints[identity]])} waited for {identity}"
+    for identity, by_rank in prints.items():
+        common, votes = collections.Counter(by_rank.values()).most_common(1)[0]
+        if votes < len(by_rank):
+            culprits = [n for n, fingerprint in by_rank.items() if fingerprint != common]
             return culprits, f"called {identity} with other arguments than the others"
     return None
 
@@ -276,7 +274,10 @@ def names(ranks: Sequence[int]) -> str:
 
 def conclusion(folder: Path) -> str:
     """Say in words which rank did something else first, and where in its script."""
-    ranks = read(folder)
+    return _conclusion(read(folder))
+
+
+def _conclusion(ranks: dict[int, Rank]) -> str:
     culprits, what = _find(ranks)
     lines = [f"{names(culprits)} {what}"]
     for rank in culprits:
@@ -287,7 +288,8 @@ def conclusion(folder: Path) -> str:
 
 def report(folder: Path) -> str:
     """Return the conclusion, and each rank's last requests."""
-    paragraphs, ranks = [conclusion(folder)], read(folder)
+    ranks = read(folder)
+    paragraphs = [_conclusion(ranks)]
     every = [one for rank in ranks.values() for one in rank.requests]
     over = max((max(one.submitted, one.started, one.ended) for one in every), default=0)
     for rank in ranks.values():

@@ -86,7 +86,8 @@ def remove(file: Path) -> None:
 def _parts(file: Path) -> list[Path]:
     """Return the ranks' files, by rank."""
     found = file.parent.glob(f"{glob.escape(file.name)}.rank-*")
-    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+    own = [path for path in found if path.suffix[6:].isdecimal()]  # not what the user made of one
+    return sorted(own, key=lambda path: int(path.suffix[6:]))
 
 
 def _events(ranks: Mapping[int, tuple[str, Sequence[Served]]]) -> Iterator[dict[str, Any]]:

@@ -224,7 +224,8 @@ class Divided:
             more = f" and {len(plan.whole) - 3} more" if len(plan.whole) > 3 else ""
             log.warn_once(
                 f"hvdrun --auto computes on the first rank alone, in {self.name}: "
-                f"{', '.join(plan.whole[:3])}{more}. They compare rows, or have no rule."
+                f"{', '.join(plan.whole[:3])}{more}. These compare rows, or have no rule; the "
+                "rest of it is divided."
             )
         self._kept += [alone, traced]
         return run, traced

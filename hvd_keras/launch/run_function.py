@@ -62,10 +62,8 @@ def run(
     """
     import cloudpickle
 
-    if np is None and hosts is None:
-        np = 1
     function = cloudpickle.dumps((func, tuple(args), dict(kwargs or {})))
-    command = [*options]
+    command = ["-np", "1", *options] if np is None and hosts is None else [*options]
     command += [] if np is None else ["-np", str(np)]
     command += [] if hosts is None else ["-H", hosts]
     return [cloudpickle.loads(result) for result in call(function, command)]

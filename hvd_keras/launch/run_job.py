@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -58,9 +59,7 @@ async def _run(spec: JobSpec, signals: Signals, output: Output) -> Verdict:
     given = spec.options
     placement = await signals.heed(place(spec))
     if placement is None:
-        assert signals.stop is not None
-        say(f"{signal.Signals(signals.stop).name} received before the start")
-        return Verdict(128 + signals.stop, [])
+        return _stopped(signals, "the start")
     size = placement.size
     least = given.min_np or size
     if least > size:
@@ -78,14 +77,16 @@ async def _run(spec: JobSpec, signals: Signals, output: Output) -> Verdict:
             break
         if pause:
             say(f"the last start ended after {lasted:.0f} s: the next one comes in {pause:.0f} s")
-        if not await signals.heed(asyncio.sleep(pause, True)):
-            break
-        if not spec.is_local:
+        if await signals.heed(asyncio.sleep(pause, True)) and not spec.is_local:
             # The clean-up has just reached its hosts, unless there was a pause.
             known = {} if pause or spec.remains.lost else placement.facts
             placement = await signals.heed(_replace(spec, range(least, most + 1), size, known))
-            if placement is None:
-                break
+        if signals.stop is not None:
+            if verdict.status != 128 + signals.stop:  # the job has not told of it
+                verdict = _stopped(signals, "the restart")
+            break
+        if placement is None:
+            break
         say(f"restart {number} of {given.max_restarts}: {placement.describe()}")
         start = time.monotonic()
         verdict = await Job(spec, placement, signals, output).run()
@@ -111,6 +112,13 @@ async def _run(spec: JobSpec, signals: Signals, output: Output) -> Verdict:
     else:
         return verdict
     return dataclasses.replace(verdict, status=verdict.status or 1)
+
+
+def _stopped(signals: Signals, what: str) -> Verdict:
+    """Say that a signal came before `what`, while no rank ran."""
+    assert signals.stop is not None
+    say(f"{signal.Signals(signals.stop).name} received before {what}")
+    return Verdict(128 + signals.stop, [])
 
 
 _LOST = (
@@ -158,6 +166,22 @@ def difference(
 async def place(spec: JobSpec, look: bool = True) -> Placement:
     """Place the ranks for the first start; asks all hosts, or if not `look`, as few as possible."""
     limit = time.monotonic() + spec.options.wait_for_hosts
+    while True:
+        try:
+            return await _try_to_place(spec, look)
+        except UsageError as error:
+            later = isinstance(error, _AwayError) or spec.options.host_discovery_script is not None
+            if not later or not look or time.monotonic() >= limit:
+                raise
+            say_once(f"waiting (--wait-for-hosts): {error}")
+        await asyncio.sleep(limits.WAIT_AGAIN)
+
+
+class _AwayError(UsageError):
+    """Hosts that may come cannot be reached."""
+
+
+async def _try_to_place(spec: JobSpec, look: bool) -> Placement:
     wanted = await spec.wanted()
     if spec.is_local:
         return Placement(wanted, {"": {"host": socket.gethostname()}})
@@ -167,12 +191,9 @@ async def place(spec: JobSpec, look: bool = True) -> Placement:
         asked = here if len(here) > 1 else []  # `_look` refuses this host's second name
     if asked:
         found, problems, away = await _look(spec, asked, {})
-        while away and look and time.monotonic() < limit:
-            say_once(f"waiting for {', '.join(away)} (--wait-for-hosts)")
-            await asyncio.sleep(limits.WAIT_AGAIN)
-            found, problems, away = await _look(spec, await spec.wanted(), {})
         if problems:
-            raise UsageError("\n".join(f"{name} {text}" for name, text in problems.items()))
+            told = "\n".join(f"{name} {text}" for name, text in problems.items())
+            raise _AwayError(told) if away else UsageError(told)
     slots = found.size
     size = spec.options.size or slots
     if size > slots and not spec.options.oversubscribe:
@@ -299,7 +320,7 @@ class Job:
             planned = self._prepare()
             try:
                 verdict = self._verdict(await self._follow(planned))
-                has_traceback = verdict.culprit is not None and output.traceback(verdict.culprit)[0]
+                has_traceback = verdict.culprit is not None and self._traceback(verdict.culprit)[0]
                 is_open = verdict.status != 0 and verdict.asked and not has_traceback
                 if is_open and folder is None:
                     advice = "to see where each rank was, add --postmortem FOLDER"
@@ -310,14 +331,16 @@ class Job:
                     with contextlib.suppress(OSError):  # whoever opens it will see why
                         timeline.merge(Path(options.timeline))  # rank 0 has not if one failed
                     if Path(options.timeline).exists():
-                        say(f"timeline: python -m hvd_keras.timeline {options.timeline}")
+                        file = shlex.quote(options.timeline)
+                        say(f"timeline: python -m hvd_keras.timeline {file}")
                 if options.stats:
                     say(table(spec.statistics))
         if folder is not None:
             with contextlib.suppress(OSError):
                 folder.rmdir()  # the ranks have left it empty if nothing went wrong
             if verdict.status != 0 and folder.exists():
-                say(_conclusion(folder, f"\nmore: python -m hvd_keras.postmortem {folder}"))
+                more = f"\nmore: python -m hvd_keras.postmortem {shlex.quote(str(folder))}"
+                say(_conclusion(folder, more))
         return verdict
 
     def _prepare(self) -> Plan:
@@ -331,7 +354,7 @@ class Job:
             path.write_text(text)
             path.chmod(0o700)
         if options.verbose:
-            self._output.write_raw(f"{planned.describe()}\n".encode())
+            self._output.write_raw(f"{planned.describe()}\n".encode(errors="surrogateescape"))
         elif sys.stderr.isatty() and spec.statistics.starts == 1:
             say(placement.describe())
         if options.call is not None:
@@ -426,6 +449,14 @@ class Job:
             or self._signals.stop is not None
         )
 
+    def _traceback(self, rank: int, recent: bool = True) -> tuple[str, str]:
+        """What `Output.traceback` has, unless the rank has handled that error, and logged it."""
+        report = self._ranks.reports[rank]
+        # A rank that has joined tells of an error that ends it, but not with --verbose.
+        tells = "joined" in report.marks and not self._spec.options.verbose
+        ended = report.status == 1 and (report.error or not tells)
+        return self._output.traceback(rank, recent) if ended else ("", "")
+
     def _verdict(self, lost: Collection[str]) -> Verdict:
         reports = self._ranks.reports
         error = self._output.error
@@ -451,14 +482,14 @@ class Job:
         if verdict.culprit is not None:
             # An exception of `hvd_keras.run` repeats it, even if it has been printed just before.
             repeats = self._spec.options.call is not None
-            text = self._output.traceback(verdict.culprit, recent=repeats)[0]
+            text = self._traceback(verdict.culprit, recent=repeats)[0]
         elif verdict.waiting is not None:
             text = self._output.traceback(verdict.waiting)[1]
         for number, line in enumerate(verdict.lines):
             say(line)
             if number == 0 and text:
                 self._output.write_raw(text.encode() + b"\n")
-        if verdict.culprit and _NO_INPUT in self._output.traceback(verdict.culprit)[1]:
+        if verdict.culprit and _NO_INPUT in self._traceback(verdict.culprit)[1]:
             say(
                 "only rank 0 has standard input: read it there, and send it to the others with "
                 "hvd.broadcast_object"

@@ -81,7 +81,7 @@ MISSING = r"rank [02] waits for allreduce 'gradient', which rank 1 \(on .*\) has
 ROWS = {
     "SIGKILL": Row("def fault(): os.kill(os.getpid(), signal.SIGKILL)", 137, first(KILLED)),
     "SIGSEGV": Row(
-        "def fault(): os.kill(os.getpid(), signal.SIGSEGV)",
+        "hvd.shutdown()\nhvd.init()\ndef fault(): os.kill(os.getpid(), signal.SIGSEGV)",
         139,
         first("killed by SIGSEGV"),
         line="signal.SIGSEGV)",
@@ -113,6 +113,17 @@ ROWS = {
         first("exit status 1"),
         "AbortedError: .*rank 1 has left the job: Bad",
         line="raise Bad",
+    ),
+    "an exception of which only a library's hook hears": Row(
+        r"""
+        def fault():
+            sys.excepthook = lambda kind, value, trace: print(ascii(value), file=sys.stderr)
+            raise RuntimeError("no picture: caf\udce9")
+        """,
+        1,
+        first("exit status 1"),
+        r"AbortedError: .*rank 1 has left the job: RuntimeError: no picture: caf\\udce9",
+        line="raise RuntimeError",
     ),
     "MemoryError": Row(
         """
@@ -151,11 +162,21 @@ ROWS = {
         5,
         first("exit status 5"),
     ),
+    # Rank 2 waits for rank 0, too, which waits for rank 1.
     "SIGSTOP": Row(
-        "def fault(): os.kill(os.getpid(), signal.SIGSTOP)",
+        """
+        pair = hvd.add_process_set([0, 1])
+
+        def step(i):
+            if hvd.rank() < 2:
+                hvd.allreduce(tf.ones(4), name="gradient", process_set=pair)
+            hvd.barrier()
+
+        def fault(): os.kill(os.getpid(), signal.SIGSTOP)
+        """,
         75,
         IN_VAIN,
-        heard="DeadlineExceededError: .*" + MISSING,
+        heard=r"DeadlineExceededError: .*rank [02] waits for .* rank 1 \(on .*\) has not submitted",
         line="signal.SIGSTOP)",
     ),
     "sleep": Row(
@@ -302,14 +323,16 @@ def test_a_forked_child_is_no_rank(hvdrun: Launcher) -> None:
     code = """
         def step(i):
             if i == 20:
-                for end in (lambda: sys.exit(0), lambda: 1 / 0):
+                for end in (lambda: sys.exit(hvd.shutdown()), lambda: 1 / 0):
                     child = os.fork()
                     if child == 0:
                         end()
                     os.waitpid(child, 0)
+                assert os.path.exists(f"{os.environ['HVD_POSTMORTEM']}/rank-{hvd.rank()}.requests")
             hvd.allreduce(tf.ones(4), name="gradient")
         """
-    done = hvdrun.python(2, script(code), env=hvdrun.environment | SETTINGS)
+    env = hvdrun.environment | SETTINGS | {"HVD_POSTMORTEM": str(hvdrun.folder / "postmortem")}
+    done = hvdrun.python(2, script(code), env=env)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("ZeroDivisionError") == 2
 

@@ -437,6 +437,15 @@ def test_check(hvdrun):
     assert "--check got 'python'; expected no command" in done.stderr
 
 
+@pytest.mark.parametrize("size", [1, 2, 300])
+def test_the_numbers_of_the_check_are_exact_and_differ_by_rank(size):
+    from hvd_keras import check  # imports TensorFlow
+
+    rows = check._rows(size)
+    assert rows.sum(0).max() < 256
+    assert len({tuple(row) for row in rows}) == size
+
+
 def test_the_launcher_imports_nothing_heavy():
     code = "import sys, hvd_keras.hvdrun; print(*sys.modules)"
     command = [sys.executable, "-c", code]

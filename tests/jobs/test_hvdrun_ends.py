@@ -86,6 +86,20 @@ def test_an_exception_far_above_is_repeated(hvdrun):
     assert done.stderr.rindex("\nValueError: oh\n") > done.stderr.rindex("[0] and\n")
 
 
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "sys.exit('too few rows')"])
+def test_an_exception_that_was_handled_is_not_why_a_rank_ended(hvdrun, end):
+    text = f"""
+        import logging
+        import hvd_keras as hvd
+        hvd.init()
+        try: open("/no/cache")
+        except OSError: logging.exception("going on without")
+        print("and\\n" * 50, file=sys.stderr)
+        {end}
+        """
+    assert hvdrun.python(1, text).stderr.count("Traceback") == 1
+
+
 def test_a_rank_that_leaves_mpi_silently_is_no_success(hvdrun):
     pytest.importorskip("mpi4py")
     done = hvdrun.python(

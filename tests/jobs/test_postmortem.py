@@ -27,6 +27,8 @@ hvd.broadcast(np.ones(3), 0, name="last")
 
 def test_requests_outlive_kill_9(tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "postmortem"
+    folder.mkdir()
+    (folder / "rank-2.requests").touch()  # of an earlier, larger job
     job = ranks.run_script(tmp_path, 2, KILLED, HVD_POSTMORTEM=str(folder))
     assert job.status != 0
     killed = postmortem.read(folder)[1]

@@ -112,7 +112,7 @@ def test_results_are_those_of_the_last_start(tmp_path) -> None:
         (tmp_path / "returns").touch()
         return start, rank
 
-    results = hvd_keras.run(work, np=2, options=[*ENGINE, "--max-restarts", "1"])
+    results = hvd_keras.run(work, options=[*ENGINE, "--max-restarts", "1", "-np", "2"])
     assert results == [("second", 0), ("second", 1)]
 
 

@@ -70,7 +70,8 @@ def test_ranks_that_are_stopped_together_go_on(hvdrun):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_all_ranks(hvdrun, number):
-    process = hvdrun.start_ready(2, f"print('ready')\ntime.sleep({FOREVER})")
+    sleep = f"print('ready')\ntime.sleep({FOREVER})"
+    process = hvdrun.start_ready(2, sleep, "--max-restarts", "1")
     assert len(hvdrun.processes()) > 2
     process.send_signal(number)
     out, err = process.communicate(timeout=LIMIT)
@@ -139,6 +140,29 @@ def test_hvdruns_own_words_wait_for_no_reader(hvdrun):
     process.terminate()
     assert process.wait(timeout=LIMIT) in (3, 128 + signal.SIGTERM)
     os.close(reader)
+
+
+def test_a_signal_between_two_starts(hvdrun):
+    job = hvdrun.command("-np", "1", "--max-restarts", "9", "sh", "-c", "exit 3")
+    process = subprocess.Popen(
+        job, cwd=hvdrun.folder, env=hvdrun.environment, stderr=subprocess.PIPE, text=True
+    )
+    while "the next one comes in 2 s" not in process.stderr.readline():
+        pass
+    process.terminate()
+    _, told = process.communicate(timeout=LIMIT)
+    assert (process.returncode, told) == (143, "hvdrun: SIGTERM received before the restart\n")
+
+
+def test_a_scripts_own_handler_outlives_shutdown(hvdrun):
+    text = """
+        import hvd_keras as hvd
+        hvd.init()
+        signal.signal(signal.SIGTERM, lambda *_: print("mine"))
+        hvd.shutdown()
+        os.kill(os.getpid(), signal.SIGTERM)
+        """
+    assert hvdrun.python(1, text).stdout == "[0] mine\n"
 
 
 # A shell that starts a command in the background of its terminal, and later brings it to the front.

@@ -24,6 +24,7 @@ import numpy as np
 import hvd_keras as hvd
 
 hvd.init()
+hvd.observe.training["loss"] = float("nan")
 for step in range(4):
     hvd.barrier()
     if hvd.rank() == 1:
@@ -49,20 +50,21 @@ def slices(path: pathlib.Path) -> list[dict]:
 
 
 def test_a_job_with_a_late_rank(hvdrun) -> None:
-    path = hvdrun.folder / "timeline.json"
-    job = ("-np", "2", "--oversubscribe", "--stats", "--timeline", "timeline.json")
-    job += ("--postmortem", "postmortem")
-    also = {"HVD_STATS_DIRECTORY": str(hvdrun.folder)}
-    script = hvdrun.script(SCRIPT)
-    done = hvdrun.run(*job, sys.executable, script, env=hvdrun.environment | also)
+    path = hvdrun.folder / "a \udcff.json"  # is no text
+    job = ("-np", "2", "--oversubscribe", "--stats", "--timeline", path.name)
+    job += ("--postmortem", "postmortem", sys.executable, hvdrun.script(SCRIPT))
+    folder = hvdrun.folder / "new" / "stats"
+    also = {"HVD_STATS_DIRECTORY": str(folder)}
+    done = hvdrun.run(*job, env=hvdrun.environment | also, errors="surrogateescape")
     assert done.returncode == 0, done.stderr
 
     for rank in range(2):
-        numbers = json.loads((hvdrun.folder / f"stats-{rank}.json").read_text())
+        text = (folder / f"stats-{rank}.json").read_text()
+        numbers = json.loads(text, parse_constant=pytest.fail)
         assert (numbers["rank"], numbers["ranks"][LATE]["last"] >= TIMES) == (rank, True)
     assert "postmortem" not in done.stderr
     assert not list((hvdrun.folder / "postmortem").iterdir())  # nothing went wrong
-    assert "hvdrun: timeline: python -m hvd_keras.timeline timeline.json\n" in done.stderr
+    assert "hvdrun: timeline: python -m hvd_keras.timeline 'a \udcff.json'\n" in done.stderr
     found = [e for e in slices(path) if e["args"]["name"] == "gradients"]
     assert len(found) == 2 * TIMES * 2  # of each rank, each time: waited and moved
     assert {e["args"]["last_rank"] for e in found} == {LATE}
@@ -86,6 +88,19 @@ def test_a_job_with_a_late_rank(hvdrun) -> None:
     times = {rank: int(row[row.index("times") - 1]) for rank, row in of_rank.items()}
     assert times["1"] >= TIMES
     assert f"The others waited for rank {LATE} in" in done.stderr
+
+
+def test_another_init_has_another_timeline(hvdrun) -> None:
+    text = """
+        import hvd_keras as hvd
+        for name in "ab":
+            hvd.init()
+            hvd.allreduce(1.0, name=name)
+            hvd.shutdown()
+        """
+    hvdrun.run("-np", "1", "--timeline", "t.json", sys.executable, hvdrun.script(text))
+    for file, name in ("t.json", "a"), ("t-2.json", "b"):
+        assert name in {e["args"]["name"] for e in slices(hvdrun.folder / file)}
 
 
 @pytest.mark.parametrize(
@@ -124,11 +139,13 @@ def test_hosts_have_clocks_of_their_own(tmp_path) -> None:
                 file.write(timeline._SERVED.pack(*one))
             file.write(b"of a full disk")
     (tmp_path / "a [1].json.rank-3").write_text('[3, 4, "of an earlier job"]\n')
+    own = tmp_path / "a [1].json.rank-0.gz"  # the user's
+    own.touch()
     lacks = f"the timeline {path} lacks ranks 2"
     assert timeline.merge(path, keep=True) == lacks
     found = slices(path)
     assert timeline.merge(path) == lacks
-    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+    assert {*tmp_path.iterdir()} == {path, own}
     assert slices(path) == found
     assert {event["pid"] for event in found} == {0, 1}
     for turn, name in enumerate(("gradients", "größe")):
@@ -157,7 +174,7 @@ def test_statistics_of_a_job_that_left_some_or_none(hvdrun) -> None:
     done = hvdrun.run(*job, "python", "-c", "1")
     assert (done.returncode, done.stdout) == (0, "")
     assert "timeline" not in done.stderr
-    assert "no statistics: no rank has called hvd.init()" in done.stderr
+    assert "no statistics: no rank has sent any; " in done.stderr
     spent = {"requests": 3, "bytes": 5e9, "waiting_seconds": 1.0, "moving_seconds": 0.5}
     late = {"last": 7, "awaited_seconds": 0.1}
     own = {

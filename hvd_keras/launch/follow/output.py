@@ -213,8 +213,13 @@ class Output:
         self._streams: dict[tuple[int, str], Stream] = {}
 
     def start(self) -> None:
-        """Forget the streams of an earlier start."""
+        """Forget the streams of an earlier start, and remove the copies of an earlier job."""
         self._streams.clear()
+        if self._directory is not None and not self._copies:
+            for path in self._directory.glob("rank-*.txt"):
+                if path.stem[5:].isdecimal():
+                    with contextlib.suppress(OSError):
+                        path.unlink()
 
     def stream(self, rank: int, name: str) -> Stream:
         """Return a rank's stream "out" or "err"."""
@@ -259,7 +264,8 @@ class Output:
     def say(self, text: str) -> None:
         """Print a message of hvdrun's own on stderr."""
         start = b"\n" if self._err.unfinished is not None else b""
-        self._err.write(start + f"hvdrun: {text}\n".encode())
+        # Paths may be no text.
+        self._err.write(start + f"hvdrun: {text}\n".encode(errors="surrogateescape"))
         self._err.unfinished = None
 
     def traceback(self, rank: int, recent: bool = True) -> tuple[str, str]:

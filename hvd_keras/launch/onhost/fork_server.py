@@ -225,7 +225,6 @@ def _serve(listener: socket.socket, idle: float, started: float) -> socket.socke
 
 def _keep(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Fork a worker's rank and tell how it ends; returns in the rank the order and the files."""
-    _show(["hvdrun: keeps a rank"], dict(os.environ))
     refuse_other_users(connection)
     message, given, _, _ = socket.recv_fds(connection, _MESSAGE, _FILES)
     order = json.loads(message)

@@ -18,9 +18,9 @@ from hvd_keras.launch.errors import UsageError, refusing
 from hvd_keras.launch.onhost.cores import usable_cores
 from hvd_keras.launch.start.command import ask
 
-# A host name or an IPv4 address; it cannot be taken for an option of ssh. DNS allows 63 characters
-# between two dots.
-_NAME = re.compile(r"(?!.*[^.]{64})[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")
+# A host name or an IPv4 address; it cannot be taken for an option of ssh. DNS allows 1 to 63
+# characters between two dots.
+_NAME = re.compile(r"(?!.*[^.]{64}|.*\.\.)[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _EXAMPLE = "server1:4,server2:4"
 
 # "server[1-3,08-10]:4" is server1:4, server2:4, server3:4, server08:4, server09:4, server10:4.
