@@ -482,3 +482,18 @@ def test_what_programs_reach_for() -> None:
     assert util.mpi_built(verbose=True)
     assert not util.is_version_greater_equal_than("2.9.1", "2.10.0")
     assert hvd.refs_to_vars(hvd.vars_to_refs([one := tf.Variable(1)]))[0] is one
+
+
+def test_a_rank_that_an_optimizer_leaves_out_fits_alone() -> None:
+    keras = pytest.importorskip("keras")
+    some = hvd.add_process_set([0])
+    model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1, kernel_initializer="ones")])
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer = horovod.tensorflow.keras.DistributedOptimizer(optimizer, process_set=some)
+    model.compile(optimizer, "mse")
+    of_keras = horovod.tensorflow.keras.callbacks
+    callbacks = [of_keras.BroadcastGlobalVariablesCallback(0), of_keras.MetricAverageCallback()]
+    x = np.full((4, 1), 1.0 + RANK, "float32")
+    history = model.fit(x, 0 * x, batch_size=4, verbose=0, callbacks=callbacks).history
+    np.testing.assert_allclose(history["loss"], [(1 + RANK) ** 2], rtol=1e-6)
+    hvd.remove_process_set(some)
