@@ -46,11 +46,11 @@ def fit(
         callbacks = flat(bound.arguments.get("callbacks"))
         defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
         if running(model):
-            stack.callback(_count_again, model, model in fit_state.counting_rows)
+            # The fit in which this one runs weighs losses as before.
+            stack.callback(fit_state.count_rows, model, model in fit_state.counting_rows)
         own = _begun(backend, model, callbacks, defaults | bound.arguments)
-        is_alone = own is None and bool(
-            model_ranks.note_callbacks(model, callbacks) or model_ranks.alone.get()
-        )
+        is_known = model_ranks.alone.get() or model_ranks.process_set_of(model)
+        is_alone = own is None and bool(is_known)
         stack.enter_context(agree.within(model_ranks.fits_alone, is_alone))
         known = own is not None or is_alone
         stack.enter_context(agree.within(missing_calls.fit_is_known, known))
@@ -87,13 +87,6 @@ def fit(
         if own is not None and several:
             _end(own)
         return history
-
-
-def _count_again(model: Any, counts: bool) -> None:
-    """Let a ``fit`` in which another one has run weigh losses as before."""
-    if counts != (model in fit_state.counting_rows):
-        (fit_state.counting_rows.add if counts else fit_state.counting_rows.discard)(model)
-        fit_state.trace_anew(model)
 
 
 def _adapt(arguments: dict[str, Any], backend: Backend) -> None:
@@ -429,9 +422,7 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
                 process_set,
             )
     counts = counts and (None in of_ranks or any(sizes != of_ranks[0] for sizes in of_ranks))
-    if counts != (model in fit_state.counting_rows):
-        (fit_state.counting_rows.add if counts else fit_state.counting_rows.discard)(model)
-        model.train_function = None  # a step that an earlier fit has traced weighs otherwise
+    fit_state.count_rows(model, counts)  # a step that an earlier fit has traced weighs otherwise
     specs.check_described("fit compared", description, process_set)
     by_rank = [theirs["steps"] for theirs in gathered]
     if None not in by_rank and len(set(by_rank)) > 1:

@@ -164,6 +164,13 @@ def trace_anew(model: Any) -> None:
         model.train_function = made
 
 
+def count_rows(model: Any, counts: bool) -> None:
+    """Set whether a model's steps count rows; one that was traced otherwise is traced anew."""
+    if counts != (model in counting_rows):
+        (counting_rows.add if counts else counting_rows.discard)(model)
+        trace_anew(model)
+
+
 def step() -> int:
     """How many steps the ``fit`` that runs has made; 0 outside of one."""
     own = current.get()
