@@ -16,6 +16,8 @@ from pathlib import Path
 from hvd_keras.launch.onhost.cores import THREAD_VARIABLES
 from hvd_keras.runtime import libraries, settings
 
+# What stays the session's own: its folder for temporary files outlives the job.
+_OWN = (*THREAD_VARIABLES, "TMPDIR")
 # The environment variable that holds a descriptor: MPICH's, through which a rank talks to mpirun.
 _DESCRIPTOR = "PMI_FD"
 
@@ -56,7 +58,7 @@ def start(np: int | None, hosts: str | None, *command: str) -> None:
         environment = json.loads(message.decode() + text.readline())
     if descriptors:
         environment[_DESCRIPTOR] = str(descriptors[0])
-    os.environ.update({k: v for k, v in environment.items() if k not in THREAD_VARIABLES})
+    os.environ.update({k: v for k, v in environment.items() if k not in _OWN})
     settings.read.cache_clear()
     # While the thread holds the connection open, the process of the first rank lives.
     threading.Thread(target=_watch, args=[first], daemon=True).start()
