@@ -439,7 +439,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         callbacks = fit.callbacks if fit else []
         mine_now = [bool(self.model.stop_training), resuming.numbers_of(callbacks)]
         states = agree.gather_if_different("callbacks' state", mine_now, process_set) or [mine_now]
-        kept = resuming.kept_of(variables.unlisted(self.model._flatten_layers()))
+        kept = resuming.kept_of(variables.unlisted(self.model._flatten_layers()), process_set)
         kept += resuming.arrays_of(callbacks, states[0][1], self.model)
         values = [*map(snapshot, [*own, *metrics]), *(array.value for array in kept)]
         # Most variables are equal, by construction: these are written from rank 0 alone.

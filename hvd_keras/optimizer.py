@@ -473,9 +473,9 @@ def _reducer(
     """The reducer for all tapes with these options, since a loop makes a new tape in each step."""
     kept, ids = _reducers, groups
     if not isinstance(groups, int):
-        # Kept by one of the variables, which it keeps: it ends with their model.
-        first = next(itertools.chain(*groups))
-        kept = vars(shards.inner_variable(first)).setdefault("_hvd_reducers", {})
+        # One of the variables keeps the reducer, which keeps them: it ends with their model.
+        if (first := next(itertools.chain(*groups), None)) is not None:
+            kept = vars(shards.inner_variable(first)).setdefault("_hvd_reducers", {})
         ids = tuple(tuple(map(shards.variable_id, group)) for group in groups)
     if (options, ids) not in kept:
         kept[options, ids] = reducer.GradientReducer("tape", options, groups)

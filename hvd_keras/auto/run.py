@@ -24,7 +24,7 @@ from hvd_keras.runtime import agree, log, rank_info
 #: TensorFlow's own, as ``hook`` replaces it in the script.
 function = tf.function
 
-#: Whether a function is traced for any number of rows, which one process has traced for some.
+#: Whether a function is being traced again, for any number of rows.
 is_again = contextvars.ContextVar("traced again", default=False)
 _MOST_TRACES = 16  # each takes seconds
 # Held while the workers run or get a function. Another thread, or a Python function within a step,

@@ -97,7 +97,7 @@ def check_update(optimizer: Any, gradients: list[Any], variables: list[Any]) -> 
         or hasattr(optimizer, "_hvd_alone")
         or agree.is_building.get()
         or not several
-        or _in_update.get()
+        or _in_update.get() is not None
     ):
         return
     pairs = list(zip(gradients, variables, strict=False))
@@ -428,24 +428,28 @@ def count(what: Literal["requests", "bytes"], kinds: Iterable[str] = _OF_GRADIEN
 
 # How many bytes distributed optimizers and tapes have exchanged in eager code.
 _bytes = collections.Counter[str]()
-_in_update = contextvars.ContextVar("a distributed optimizer updates", default=False)
+#: The variables that a distributed optimizer updates; None outside of an update.
+_in_update: contextvars.ContextVar[Sequence[Any] | None] = contextvars.ContextVar(
+    "a distributed optimizer updates", default=None
+)
 
 
 @contextlib.contextmanager
-def exchange_by(who: Literal["optimizer", "tape"], nests: bool = True) -> Iterator[None]:
+def exchange_by(who: Literal["optimizer", "tape"], variables: Sequence[Any] = ()) -> Iterator[None]:
     """An optimizer exchanges and applies gradients, as others in it may; or a tape exchanges.
 
-    Raises ValueError if an optimizer does so within another one, unless it ``nests``.
+    Raises ValueError if an optimizer does so for variables of one within which it is called.
     """
-    if not nests and _in_update.get():
+    outer = _in_update.get() or ()
+    if outer and set(map(shards.variable_id, outer)) & set(map(shards.variable_id, variables)):
         raise ValueError(
-            "hvd.DistributedOptimizer: gradients that a distributed optimizer has reduced reach "
-            "another one, which would reduce them again. Wrap the optimizer of compile, or its "
-            "parts, not both."
+            "hvd.DistributedOptimizer: this optimizer is called within another distributed one, so "
+            "gradients would be reduced twice. Wrap the optimizer of compile, or its parts, not "
+            "both."
         )
     before = count("bytes") if is_eager() else 0
     try:
-        with agree.within(_in_update, who == "optimizer"):
+        with agree.within(_in_update, (variables or outer) if who == "optimizer" else None):
             yield
     finally:
         _bytes[who] += count("bytes") - before if is_eager() else 0

@@ -184,7 +184,7 @@ def note_callbacks(model: Any, callbacks: Iterable[Any]) -> ProcessSet | None:
 
     Raises ValueError if these have different process sets.
     """
-    if not (alone.get() or is_outside(model)):
+    if not (alone.get() or is_outside(model) or reducers_of(model)):
         # A train_step with hvd.DistributedGradientTape is recognised by callbacks of hvd_keras.
         given = [getattr(callback, "_hvd_process_set", None) for callback in callbacks]
         sets: dict[Any, ProcessSet] = {one.process_set_id: one for one in given if one is not None}

@@ -428,7 +428,7 @@ class KerasReducer(GradientReducer):
                 shared = shards.without(variables)
                 shared = [v for v in shared if shards.variable_id(v) not in self.local]
             self._factors = origin.check(self.name, grads, variables, self.process_set, shared)
-        with missing_calls.exchange_by("optimizer", nests=False):
+        with missing_calls.exchange_by("optimizer", variables):
             step = self.begin(grads, variables)
             with replaced(self, "step", step):
                 yield step

@@ -25,13 +25,15 @@ def of_step(loss: Any, value: Any, rows: Any, own: Any) -> Any:
     The gradient that comes back shows what the step does: it is 1 if that adds up, or has been
     divided by a constant. ``own``: the ``losses.Weighing``.
     """
-    may_be_rows = functools.partial(fit_state.may_be_number_of_rows, own.process_set.size())
+    # A mean of several values of each row may divide by as many as all ranks have rows.
+    ranks = own.process_set.size() if (value.shape.rank or 0) < 2 else 0
+    may_be_rows = functools.partial(fit_state.may_be_number_of_rows, ranks)
 
     def gradient(upstream: Any) -> Any:
         # Eager code cannot tell a divisor from other factors.
         found = set() if hasattr(upstream, "numpy") else set(_divisors(upstream, None, 1.0))
         large = [one for one in found if one and one > _FEW]
-        is_sum = None not in found and not all(map(may_be_rows, large))
+        is_sum = None not in found and bool(large) and not any(map(may_be_rows, large))
         if (is_sum or _is_one(upstream)) and getattr(rows, "shape", None) and rows.shape[0] != 1:
             missing_calls.warn_if_averaged(
                 f"a train_step or compute_loss uses the loss {name_of(loss)} as a sum, and the "
@@ -62,8 +64,8 @@ def of_compile(loss: Any, value: Any, y_pred: Any, own: Any) -> Any:
             if getattr(loss, "reduction", None) == "sum":
                 missing_calls.warn_if_averaged(
                     "a train_step or compute_loss divides the loss of compile, a sum, by a number "
-                    "of this rank's rows. What it logs of that is too large, by the number of "
-                    "ranks; the gradients are right.",
+                    "of this rank's rows. The logged loss is too large by a factor of the number "
+                    "of ranks; the gradients are right.",
                     of_gradient=True,
                 )
             return upstream / tf.cast(parts, upstream.dtype)

@@ -36,10 +36,10 @@ def rows_in_steps(dataset: Any) -> Any:
 
 def _rows_of_batches(own: Fit, dataset: Any) -> int | None:
     rows: Any = rows_in_steps(dataset)
-    if rows is None and all(map(values.is_array, tf.nest.flatten(own.arguments["x"]))):
-        rows = own.arguments["batch_size"] or 32  # Keras's default
-    found: int | None = rows[1] if isinstance(rows, list) else rows
-    return found
+    x = tf.nest.flatten(own.arguments["x"])
+    if rows is None and all(map(values.is_array, x)):
+        return min(own.arguments["batch_size"] or 32, len(x[0]))  # Keras's default
+    return int(rows[1] if isinstance(rows, list) else rows) if rows else None
 
 
 def check(model: Any) -> None:

@@ -195,7 +195,7 @@ def _end(own: Fit) -> None:
     if differ := [name for name in sorted(names) if len({theirs[name] for theirs in gathered}) > 1]:
         missing_calls.tell(
             f"{', '.join(differ)}, a tf.Variable, differs by rank. Keras does not list it, so it "
-            "is neither broadcast nor saved. Make it by self.add_weight(..., trainable=False), and "
+            "is not broadcast. Make it by self.add_weight(..., trainable=False), and "
             "change it by the rows of all ranks: hvd.allgather(rows). If it adds up gradients, "
             "gradient_accumulation_steps of the optimizer does that, and goes on in the next fit.",
             own.process_set,

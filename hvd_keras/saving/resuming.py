@@ -16,7 +16,7 @@ import numpy as np
 
 from hvd_keras.gradients import shards
 from hvd_keras.gradients.values import is_array
-from hvd_keras.runtime import agree
+from hvd_keras.runtime import agree, log
 from hvd_keras.runtime.keras import Variable, flatten, keras, snapshot
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.saving import per_rank
@@ -114,20 +114,34 @@ class Kept:
         self.value = value
 
 
-def kept_of(attributes: dict[str, Any]) -> list[Kept]:
-    """Return the values of variables that Keras does not list, by their names."""
-    return [Kept(ATTRIBUTE + name, snapshot(one), one) for name, one in attributes.items()]
+def kept_of(attributes: dict[str, Any], process_set: ProcessSet) -> list[Kept]:
+    """Return the values of variables that Keras does not list, if all ranks have them alike."""
+    values = {name: snapshot(one) for name, one in attributes.items()}
+    mine = {
+        name: [list(value.shape), value.dtype.name]
+        for name, value in values.items()
+        if value.dtype.kind not in "OSU"  # texts
+    }
+    every = agree.gather_if_different("checkpoint attributes", mine, process_set) or [mine]
+    common = [n for n in mine if all(theirs.get(n) == mine[n] for theirs in every)]
+    if (left_out := sorted(values.keys() - set(common))) and process_set.rank() == 0:
+        log.warn_once(
+            f"Checkpoint does not save {', '.join(left_out)}: a tf.Variable of texts, or one that "
+            "not all ranks have in the same shape and dtype."
+        )
+    return [Kept(ATTRIBUTE + name, values[name], attributes[name]) for name in common]
 
 
 def set_attribute(attributes: dict[str, Any], path: str, value: Any) -> None:
     """Give a variable that Keras does not list its value again; warn if it does not exist."""
     name = path.removeprefix(ATTRIBUTE)
-    if name in attributes and attributes[name].shape.is_compatible_with(value.shape):
-        attributes[name].assign(value)
+    if (own := attributes.get(name)) is not None and own.shape.is_compatible_with(value.shape):
+        own.assign(value)
         return
+    why = "does not exist yet" if own is None else f"has shape {own.shape}, but {value.shape} there"
     warnings.warn(
-        f"Checkpoint: {name}, a tf.Variable, does not exist yet, or has another shape than in the "
-        "checkpoint, so it begins anew. Make it by self.add_weight(..., trainable=False).",
+        f"Checkpoint does not restore {name}: this tf.Variable {why}. Make it by "
+        "self.add_weight(..., trainable=False).",
         stacklevel=4,
     )
 
@@ -164,7 +178,7 @@ def _loggers(callbacks: Sequence[Any]) -> list[Any]:
 
 def _size(logger: Any) -> int | None:
     """Return the size of a CSVLogger's file; None if this rank writes none."""
-    is_written = logger.csv_file is not None and logger.csv_file.name != os.devnull
+    is_written = logger.csv_file is not None and getattr(logger.csv_file, "name", "") != os.devnull
     is_there = is_written and os.path.exists(logger.filename)
     return os.path.getsize(logger.filename) if is_there else None
 

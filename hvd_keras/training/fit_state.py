@@ -180,7 +180,7 @@ def step() -> int:
 def may_be_number_of_rows(ranks: int, number: float) -> bool:
     """Whether a number may be that of a rank's rows in the step that runs, times something.
 
-    That of the rows of all ranks together is none.
+    The number of rows of all ranks does not count.
     """
     own = current.get()
     if own is None or own.rows is None:

@@ -135,7 +135,7 @@ def _mine(
     """
     mine = source.shard(split.size, split.rank)
     own = (number - split.rank + split.size - 1) // split.size  # rounded up: earlier ranks first
-    # To its end, where a cache is whole, and a number of elements was right.
+    # Read to the end: only then is a cache complete, and the number of elements checked.
     if any(kind_of(node) in ("AssertCardinality", "Cache") for node in nodes(source)):
         mine = mine.enumerate().filter(lambda place, element: place < wanted)
         mine = mine.map(lambda place, element: element)

@@ -100,7 +100,7 @@ def test_a_multi_optimizer_of_distributed_optimizers(chosen_by, directory) -> No
         twice, inner = training.dense_model(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
         outer = keras.optimizers.MultiOptimizer(lambda variable: inner)
         twice.compile(hvd.DistributedOptimizer(outer), "mse")
-        with pytest.raises(ValueError, match="reach another one"):
+        with pytest.raises(ValueError, match="within another distributed one"):
             twice.fit(*training.mine(twice), verbose=0)
     model = half_precision_model() if "half" in chosen_by else training.dense_model()
     model.compile(several, "mse")

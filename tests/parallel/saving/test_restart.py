@@ -278,6 +278,21 @@ def test_the_generator_of_keras_random_goes_on(directory) -> None:
     assert_same_state(trained(2, hvd.callbacks.Checkpoint(directory)), undisturbed)
 
 
+def test_attributes_that_ranks_do_not_have_alike_are_left_out(directory, warned) -> None:
+    def make() -> keras.Model:
+        net = build(adam)
+        net.layers[0].words = tf.Variable(["a", "b"])
+        net.layers[0].rows = tf.Variable(tf.zeros([RANK + 1]), shape=[None])
+        if RANK == 0:
+            net.layers[0].alone = tf.Variable(0.0)
+        return net
+
+    for _ in range(2):
+        train(make(), hvd.callbacks.Checkpoint(directory), epochs=1)
+    told = {text for text in warned if "Checkpoint does not save" in text}
+    assert len(told) == (RANK == 0)
+
+
 def test_variables_that_numpy_does_not_know_and_local_ones(directory) -> None:
     """bfloat16 weights, and a layer whose weights differ by rank."""
 
