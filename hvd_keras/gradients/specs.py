@@ -145,11 +145,11 @@ def _raise_difference(views: list[Description], advice: str, process_set: Proces
 
 
 # Entries of configurations that may differ: names have counters, seeds differ by rank on purpose,
-# initial values are broadcast, and preprocessing layers are compared by callbacks.
+# initial values are broadcast, files may lie elsewhere, and callbacks compare preprocessing layers.
 _MAY_DIFFER = {
     *("name", "seed", "module", "registered_name", "build_config", "shared_object_id"),
     *("batch_shape", "batch_input_shape", "vocabulary", "vocabulary_size", "input_vocabulary"),
-    *("idf_weights", "bin_boundaries", "compile_config"),
+    *("idf_weights", "bin_boundaries", "compile_config", "filepath"),
 }
 
 # By process set: the ranks of one set create the same optimizers, those of another may differ.

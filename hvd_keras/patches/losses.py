@@ -26,7 +26,7 @@ import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
 
 from hvd_keras import ops
-from hvd_keras.gradients import agreement, missing_calls, origin, shards, specs
+from hvd_keras.gradients import agreement, missing_calls, model_ranks, origin, shards, specs
 from hvd_keras.patches import divided_losses
 from hvd_keras.patches.divided_losses import name_of
 from hvd_keras.runtime import agree, rank_info
@@ -305,7 +305,7 @@ def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
         y_pred = tf.cast(y_pred, value.dtype)
         return tf.reduce_mean(y_pred + tf.square(y_pred))
     own = weighing.get()
-    is_loop = own is None and rank_info.is_initialized() and rank_info.size() > 1
+    is_loop = rank_info.is_initialized() and rank_info.size() > 1 and not model_ranks.alone.get()
     if (own is None and (not is_loop or missing_calls.in_fit.get())) or agree.is_building.get():
         with _converted():
             return loss_call(loss, y_true, y_pred, sample_weight)

@@ -59,6 +59,8 @@ def fit(
         if bound.arguments.get("class_weight") is not None:
             backend.weigh_classes(bound.arguments)
         several = own is not None and own.process_set.size() > 1
+        if own is not None and several:
+            stack.enter_context(fit_state.in_one_thread(own.process_set))
         if rank_info.size() > 1 and not running(model):
             _keep_for(stack, model, "train_step", f"{several} {known} {_can_weigh(model)}")
         stack.enter_context(agree.within(fit_state.current, own))

@@ -6,6 +6,7 @@ TensorFlow decides, so that scripts and hvd_keras use the same classes; unless K
 import contextlib
 import functools
 import importlib
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -190,6 +191,8 @@ def replace(owner: Any, attribute: str, new: Callable[..., Any]) -> None:
     def call(*args: Any, **kwargs: Any) -> Any:
         return new(old, *args, **kwargs)
 
+    if inspect.ismodule(owner):  # where pickle finds it
+        call.__module__, call.__qualname__ = owner.__name__, attribute
     setattr(owner, attribute, call)
 
 

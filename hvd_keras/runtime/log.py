@@ -33,12 +33,14 @@ def fail_at_exit(text: str) -> None:
     """Write an error, and give this process exit status 1 when it ends."""
     global has_failed
     has_failed = True
+    logger.disabled = False  # logging.config.dictConfig disables what it does not name
     logger.error(text)
 
 
 @functools.cache
 def warn_once(text: str) -> None:
     """Write a warning, unless this process has already written it."""
+    logger.disabled = False
     logger.warning(text)
 
 

@@ -126,10 +126,13 @@ def sqrt_scaling(rate: float) -> float:
 
 def _read() -> RankInfo:
     if not is_initialized():
-        raise ValueError(
-            "hvd_keras is not initialised in this process. Call hvd.init() first, once, at the "
-            "top of the script."
-        )
+        advice = "Call hvd.init() first, once, at the top of the script."
+        if (parent := settings.parent_rank()) is not None:
+            advice = (
+                f"Rank {parent} has started it, and it has imported the script: put all that uses "
+                'hvd_keras, but hvd.init(), below if __name__ == "__main__".'
+            )
+        raise ValueError(f"hvd_keras is not initialised in this process. {advice}")
     numbers = (ctypes.c_int * len(RankInfo._fields))()
     libraries.core().hvd_rank_info(numbers)
     return RankInfo(*numbers)

@@ -13,6 +13,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import importlib
 import inspect
 import io
 import json
@@ -30,6 +31,7 @@ import h5py  # type: ignore[import-untyped]
 import numpy as np
 
 from hvd_keras.runtime import agree
+from hvd_keras.runtime.keras import keras, replaced
 
 _FIRST_LINE = b"hvd_keras checkpoint 5\n"
 _BLOCK = 512  # bytes; the smallest user block that HDF5 knows
@@ -318,12 +320,18 @@ def save(folders: bool, of_keras: Callable[..., Any], *args: Any, **kwargs: Any)
     if not is_local or not (folders or _can_be_replaced(**bound.arguments)) or _in_place(given):
         return of_keras(*args, **kwargs)
 
+    io_utils = importlib.import_module(f"{keras.__name__}.src.utils.io_utils")
+
     def write(path: pathlib.Path) -> None:
         bound.arguments[argument] = str(path)
-        printed = io.StringIO()  # Keras prints where it exports to
-        with contextlib.redirect_stdout(printed) if folders else contextlib.nullcontext():
+        print_msg = io_utils.print_msg
+
+        def print_given(message: str, *more: Any, **options: Any) -> None:
+            print_msg(message.replace(str(path), str(given)), *more, **options)
+
+        # Keras prints where it exports to.
+        with replaced(io_utils, "print_msg", print_given) if folders else contextlib.nullcontext():
             of_keras(*bound.args, **bound.kwargs)
-        print(printed.getvalue().replace(str(path), str(given)), end="")
 
     return write_whole(given, write)
 
@@ -428,5 +436,8 @@ def _sync(path: pathlib.Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:  # a network disk may have none for folders
+        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP)):
+            raise
     finally:
         os.close(descriptor)

@@ -1,8 +1,10 @@
 """The ``fit`` that runs, on every backend of Keras."""
 
+import contextlib
 import contextvars
 import dataclasses
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -162,6 +164,31 @@ def trace_anew(model: Any) -> None:
     made = model.make_train_function()
     if made is not None:  # tf_keras
         model.train_function = made
+
+
+# The threads in which ranks of a process set run fit, by its id.
+_threads: dict[int, int] = {}
+
+
+@contextlib.contextmanager
+def in_one_thread(process_set: ProcessSet) -> Iterator[None]:
+    """Let no other thread train a model on these ranks meanwhile.
+
+    Raises RuntimeError if one does: each rank runs threads in an order of its own, so requests of
+    two models would meet.
+    """
+    number, mine = process_set.id(), threading.get_ident()
+    is_within = _threads.get(number) == mine
+    if _threads.setdefault(number, mine) != mine:
+        raise RuntimeError(
+            f"fit: another thread trains a model on {process_set}, and the requests of both would "
+            "meet. Train one after the other, or each on a process set of its own."
+        )
+    try:
+        yield
+    finally:
+        if not is_within:
+            del _threads[number]
 
 
 def count_rows(model: Any, counts: bool) -> None:

@@ -6,6 +6,7 @@ not tell. So losses and models are tried on random rows, outside of the training
 
 import functools
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -26,7 +27,8 @@ Kind = Literal["rows", "mean", "sum", "whole", "failed", "unknown"]
 ROWS = 4  # of each of two parts
 _NEAR, _FAR = 0.01, 30.0  # errors of predictions, relative to the usual ones
 _COMPARISONS = {"Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual"}
-_kinds: dict[Any, Kind] = {}
+# By the object of a loss, as long as it lives.
+_kinds: weakref.WeakKeyDictionary[Any, dict[Any, Kind]] = weakref.WeakKeyDictionary()
 
 
 def kind_of(loss: Any, y_true: Any, y_pred: Any) -> Kind:
@@ -42,10 +44,11 @@ def kind_of(loss: Any, y_true: Any, y_pred: Any) -> Kind:
     function = getattr(loss, "fn", loss)
     # Others that a script's loss reads may change, too; eager code tries it once all the same.
     options = {k: v for k, v in vars(loss).items() if isinstance(v, (bool, int, float, str))}
-    key = function, repr((getattr(loss, "_fn_kwargs", None), options, sizes, dtypes))
+    key = repr((getattr(loss, "_fn_kwargs", None), options, sizes, dtypes, str(function)))
     is_kept = is_of_keras(function) or tf.executing_eagerly()
-    if is_kept and key in _kinds:
-        return _kinds[key]
+    known = _kinds.setdefault(getattr(function, "__self__", function), {}) if is_kept else {}
+    if key in known:
+        return known[key]
 
     def call(*flat: Any) -> Any:
         return loss.call(*tf.nest.pack_sequence_as([y_true, y_pred], flat))
@@ -63,8 +66,7 @@ def kind_of(loss: Any, y_true: Any, y_pred: Any) -> Kind:
                 break
             except Exception as error:
                 log.logger.debug("loss %s cannot be tried: %r", function, error)
-    if is_kept:
-        _kinds[key] = kind
+    known[key] = kind
     return kind
 
 

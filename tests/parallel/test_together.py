@@ -1,5 +1,6 @@
 """Local layers, gradients that exist in some steps only, unusual optimizers, process sets."""
 
+import threading
 import time
 
 import keras
@@ -207,6 +208,24 @@ def test_a_step_without_exchange_raises() -> None:
     optimizer = Accumulates(0.1, gradient_accumulation_steps=2)
     with pytest.raises(RuntimeError, match="not exchanged, because it never calls _clip_gradients"):
         one_step(hvd.DistributedOptimizer(optimizer))
+
+
+def test_two_threads_do_not_train_at_once() -> None:
+    told: list[bool] = []
+
+    def fit() -> None:
+        with pytest.raises(RuntimeError, match="another thread trains a model"):
+            one_step(hvd.DistributedOptimizer("sgd"))
+        told.append(True)
+
+    def in_a_thread(*_) -> None:
+        thread = threading.Thread(target=fit)
+        thread.start()
+        thread.join()
+
+    callback = keras.callbacks.LambdaCallback(on_epoch_begin=in_a_thread)
+    one_step(hvd.DistributedOptimizer("sgd"), callbacks=[callback])
+    assert told
 
 
 @pytest.mark.parametrize(

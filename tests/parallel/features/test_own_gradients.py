@@ -1,5 +1,7 @@
 """Steps of one's own that change gradients, or skip updates, before an optimizer averages them."""
 
+import pickle
+
 import keras
 import numpy as np
 import pytest
@@ -109,6 +111,10 @@ def test_changed_gradients_are_told(change, eager: bool, warned) -> None:
     told = [text for text in warned if "gradients are changed before" in text]
     assert bool(told) == (change in WRONG and RANK == 0), told
     assert all(f"{__file__}:" in text for text in told), told
+
+
+def test_what_is_watched_can_be_pickled() -> None:
+    assert pickle.loads(pickle.dumps(tf.clip_by_value)) is tf.clip_by_value
 
 
 @pytest.mark.parametrize("eager", [False, True])
