@@ -155,7 +155,14 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     chosen = agreement.groups(num_groups, groups)
     if shard_state:
         _check_shares(target, options, chosen, is_v1)
-    passes = _accumulate(target, backward_passes_per_step)
+    passes = backward_passes_per_step
+    if is_v1 and passes != 1:
+        raise ValueError(
+            f"backward_passes_per_step is {passes}, but a {type(target).__name__} of TensorFlow 1 "
+            "cannot accumulate gradients. Use an optimizer of Keras, or leave it out and use a "
+            "larger batch."
+        )
+    model_ranks.accumulate(target, passes)
     if is_v1:
         tensorflow_v1.Reducer(target, name, options, chosen)
     elif is_legacy:
@@ -318,17 +325,6 @@ def _inner_set(inner: Any, process_set: ProcessSet) -> ProcessSet:
             f"{agree.by_rank(sets, process_set)}."
         )
     return inner
-
-
-def _accumulate(optimizer: keras.optimizers.Optimizer, passes: int) -> int:
-    if passes != 1 and isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        raise ValueError(
-            f"backward_passes_per_step is {passes}, but a {type(optimizer).__name__} of TensorFlow "
-            "1 cannot accumulate gradients. Use an optimizer of Keras, or leave it out and use a "
-            "larger batch."
-        )
-    model_ranks.accumulate(optimizer, passes)
-    return passes
 
 
 class DistributedGradientTape:
