@@ -8,6 +8,7 @@ import importlib
 import multiprocessing
 import operator
 import os
+import signal
 import sys
 import threading
 import time
@@ -70,7 +71,7 @@ _EXIT_STATUS = {
 }
 
 _guards_installed = False
-_rank_process = 0  # which has joined, unlike one that it has forked
+_rank_process = 0  # the process that joined; a forked child has another id
 
 
 def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> None:
@@ -88,8 +89,9 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
 
     Args:
         comm: the processes of the job: an mpi4py communicator, or a list of ranks of
-            ``MPI.COMM_WORLD``; all of them pass the same. Default: all processes. Those outside
-            of it call this, too, and get a ValueError: the start of MPI waits for them.
+            ``MPI.COMM_WORLD``; all of them pass the same. Default: all processes. Processes
+            outside it must call init() too, because MPI starts on all together; they get a
+            ValueError.
         process_sets: ``hvd.ProcessSet`` objects, or lists of ranks, to add, the same on all ranks.
             (Horovod's ``"dynamic"`` is accepted; sets can be added at any time.)
 
@@ -170,6 +172,9 @@ def _join(comm: Any) -> None:
     _flush()  # hvd_init ends the process if another rank does not come
     with settings.chosen_transports(libraries.mpi_version()):
         code = core.hvd_init(array, len(ranks), communicator)
+    hangup = signal.getsignal(signal.SIGHUP)
+    if hangup is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGHUP, hangup)  # which UCX, loaded by Open MPI, has taken
     if code == libraries.INVALID_ARGUMENT:
         _install_guards()  # in a process outside of the job, MPI must end, too
         raise ValueError(core.hvd_error().decode())
@@ -328,7 +333,7 @@ def _install_guards() -> None:
             _flush()
             _leave("its script has ended", -1.0)
         elif error is not None and not _is_prepared:
-            return  # others may wait in the init() that has failed here, and must end
+            return  # init() failed here; other ranks may still wait in it, so MPI must abort
         _finalize()
         if log.has_failed:
             _flush()
@@ -360,9 +365,13 @@ def _end_all(
 
 def _uncaught() -> BaseException | None:
     """Return the error that has ended the script, if one has."""
-    # Nothing has called the frame that it ends in. Libraries also print errors of callbacks.
+    # An error that ends the script starts in a module's frame without a caller. Errors of
+    # callbacks, which libraries print, do not.
     trace = getattr(sys, "last_traceback", None)
-    return None if trace is None or trace.tb_frame.f_back else sys.last_value
+    if trace is None or trace.tb_frame.f_back is not None:
+        return None
+    is_module = trace.tb_frame.f_code.co_name in ("<module>", "_run_module_as_main")
+    return sys.last_value if is_module else None
 
 
 def _is_ending() -> bool:

@@ -41,7 +41,7 @@ class ObjectState:
     """Attributes that are the same on all ranks, and can be committed.
 
     Args:
-        bcast_object, get_rank: have no effect: Horovod's, for classes derived from this one.
+        bcast_object, get_rank: accepted for classes derived from Horovod's; they have no effect.
         attributes: their names and first values, which cloudpickle can serialise.
     """
 
@@ -91,7 +91,7 @@ class ObjectState:
             return
         if type(self).save is not ObjectState.save:
             log.warn_once(
-                f"what {type(self).__name__}.save keeps is lost by a restart: commits have the "
+                f"a restart loses what {type(self).__name__}.save keeps: commits contain only the "
                 "attributes that a constructor was given, and the variables of a TensorFlowState"
             )
         attributes, values = self._saved

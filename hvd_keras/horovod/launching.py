@@ -109,8 +109,10 @@ class RayExecutor:
     """
 
     _DEFAULTS: Mapping[str, Any] = {
-        **{"num_workers_per_host": 1, "use_current_placement_group": True},
-        **{"elastic_timeout": 600, "override_discovery": True},
+        "num_workers_per_host": 1,
+        "use_current_placement_group": True,
+        "elastic_timeout": 600,
+        "override_discovery": True,
     }
 
     def __init__(

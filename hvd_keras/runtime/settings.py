@@ -372,4 +372,4 @@ def chosen_transports(mpi_version: str) -> Iterator[None]:
     try:
         yield
     finally:
-        del os.environ[name]  # a job that this process starts needs others
+        del os.environ[name]  # a job started from this process needs its own transports

@@ -5,6 +5,7 @@ Every rank of the process set makes the same calls; the k-th calls of one name b
 
 import contextlib
 import functools
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -396,7 +397,7 @@ def broadcast_variables(
 
     Raises:
         TypeError: one is no variable of Keras.
-        ValueError: (on every rank) their number, shapes or dtypes differ, or the root is no rank.
+        ValueError: (on every rank) the ranks' variables differ, or the root is no rank.
     """
     process_set.check_included("broadcast_variables")
     variables = list(variables) if isinstance(variables, Iterable) else [variables]
@@ -409,8 +410,10 @@ def broadcast_variables(
         return
     if not variables:
         missing_calls.warn_of_empty_broadcast(process_set)
-    # Without names: Keras's counters are in the middle of an optimizer's.
-    described = [specs.VariableSpec("values", v.shape, v.dtype) for v in variables]
+    # An optimizer's slots have Keras's counters in their last part: adam/dense_1_kernel_velocity.
+    paths = [re.sub(r"_\d+(?=/|$|_[^/]*$)", "", variable.path) for variable in variables]
+    pairs = zip(paths, variables, strict=True)
+    described = [specs.VariableSpec(path, v.shape, v.dtype) for path, v in pairs]
     specs.check_specs("broadcast", described, process_set)
     for number, bucket in enumerate(specs.in_buckets(variables)):
         values = [variable.value.detach() for variable in bucket]

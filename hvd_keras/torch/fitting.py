@@ -65,9 +65,7 @@ def _apply_scaled(
     reducer: Any = reducer_of(scaled)
     # Accumulated gradients are exchanged once per update.
     if reducer is not None and not scaled.inner_optimizer.gradient_accumulation_steps:
-        if not scaled.built:
-            scaled.build(trainable_variables)
-        reducer.apply(grads, trainable_variables, functools.partial(apply, scaled))
+        reducer.apply(functools.partial(apply, scaled), grads, trainable_variables)
     else:
         apply(scaled, grads, trainable_variables)
 
@@ -109,7 +107,6 @@ def _train_on_batch(train: Callable[..., Any], model: Any, *args: Any, **kwargs:
     process_set = process_set_of(model) if rank_info.is_initialized() else None
     if process_set is None or process_set.size() == 1:
         return train(model, *args, **kwargs)
-    check(model)
     averages = all(reducer.op is Average for reducer in reducers_of(model))
     with weighed(model, process_set, averages, "train_step"):
         return train(model, *args, **kwargs)
@@ -135,16 +132,8 @@ def nothing(*_: Any, **__: Any) -> Any:
     """Stand for what is done, or is there, on TensorFlow alone."""
 
 
-synchronize = weigh_classes = validate_together = nothing
+check = synchronize = weigh_classes = validate_together = nothing
 repeats = repeated = build_step = build_metrics = logs_by_steps = nothing
-
-
-def check(model: Any) -> None:
-    """Let a compiled step leave out the exchange, which waits for other ranks."""
-    if model.jit_compile:
-        reducers: list[Any] = reducers_of(model)
-        for reducer in reducers:
-            reducer.leave_uncompiled()
 
 
 def passes_of(source: Any) -> list[Passes]:

@@ -240,19 +240,21 @@ class Reducer:
         self._is_reduced = False  # what ``apply`` gets is of all ranks
         self._outputs: dict[str, list[torch.Tensor]] = {}  # of earlier requests
         optimizer._hvd_reducer = self
-        optimizer.apply = self.apply
+        own_apply = functools.partial(type(optimizer).apply, optimizer)
+        optimizer.apply = functools.partial(self.apply, own_apply)
         optimizer._clip_gradients = self._clip_gradients
 
+    # torch.compile breaks its graph at the exchange, which waits for other ranks.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @missing_calls.exchange_by("optimizer")
-    def apply(self, grads: Any, trainable_variables: Any = None, scaled: Any = None) -> None:
-        """Replace ``Optimizer.apply``, which every step calls.
+    def apply(self, apply: Callable[..., Any], grads: Any, trainable_variables: Any = None) -> None:
+        """Replace ``apply`` of the optimizer, which every step calls.
 
-        ``scaled``: a ``LossScaleOptimizer``'s. All ranks skip a step with any rank's infinity.
+        Or of its ``LossScaleOptimizer``: all ranks skip a step with any rank's infinity.
         """
         if self.process_set.size() > 1 and not self._is_reduced:
             grads = self._reduced(grads, trainable_variables)
         with replaced(self, "_is_reduced", True):
-            apply = scaled or functools.partial(type(self._optimizer).apply, self._optimizer)
             apply(grads, trainable_variables)
 
     def _reduced(self, grads: Sequence[Any], given: Sequence[Any] | None) -> list[Any]:
@@ -298,11 +300,6 @@ class Reducer:
         if self.watches and is_new and len(self._compared) == 1:
             self._ahead = Ahead([variable.value for variable in shown], self._send)
         return gradients
-
-    def leave_uncompiled(self) -> None:
-        """Let torch.compile break its graph at the exchange, which waits for other ranks."""
-        apply = torch.compiler.disable(self.apply)
-        self.apply = self._optimizer.apply = apply  # type: ignore[method-assign]
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
         """Replace ``_clip_gradients``: called once per update, with the accumulated gradients."""

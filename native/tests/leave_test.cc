@@ -27,10 +27,11 @@ void expect_sum_of(Engine& engine, const std::string& name) {
 void together_when_all_leave() {
   const auto engine = test::new_engine();
   expect_sum_of(*engine, "before");
-  CHECK_EQ(test::leave(*engine, "", 60), LeaveResult::all_left);
+  CHECK_EQ(test::leave(*engine, "it called hvd.shutdown()", 60), LeaveResult::all_left);
   Call late(Kind::allreduce, "late");
   late.add(DType::float32, {4}).submit(*engine);
-  late.expect_error(Code::aborted, {"allreduce 'late' cannot run: this rank had left the job: "});
+  late.expect_error(Code::aborted, {"allreduce 'late' cannot run: this rank had left the job: it "
+                                    "called hvd.shutdown(). Call hvd.init() again first."});
   CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::all_left);  // again, at once
 }
 

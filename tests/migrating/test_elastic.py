@@ -55,7 +55,11 @@ CALLS = """
 import os
 import horovod.tensorflow as hvd
 hvd.init()
-state = hvd.elastic.ObjectState(calls=0, sizes=[])
+class State(hvd.elastic.ObjectState):
+    def save(self):
+        super().save()
+
+state = State(calls=0, sizes=[])
 state.register_reset_callbacks([lambda: print("reset at", state.calls, flush=True)])
 os.chdir("elsewhere")  # HVD_COMMITS is relative
 
@@ -89,6 +93,7 @@ def run(hvdrun: Launcher, text: str, *options: str, size: int = 2, status: int =
     assert done.returncode == status, done.stderr
     assert "applies gradients of this rank alone" not in done.stderr
     assert "different weights" not in done.stderr
+    assert ("a restart loses what State.save keeps" in done.stderr) == ("class State" in text)
     return sorted(done.stdout.splitlines())
 
 

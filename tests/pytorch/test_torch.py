@@ -328,6 +328,9 @@ def test_what_is_not_there_is_refused(hvdrun) -> None:
         share = hvd.broadcast_variables
         refused(TypeError, "got a Parameter, expected variables", lambda: share(parameters, 0))
         share(model().weights[0], 0)
+        layers = [keras.layers.Dense(4, name=name) for name in "ab"[:: 1 - 2 * hvd.rank()]]
+        swapped = keras.Sequential([keras.Input((4,)), *layers]).weights
+        refused(ValueError, "a/kernel float32", lambda: share(swapped, 0))
         if hvd.rank() == 0:
             keras.layers.Dense(1)  # Keras counts it in the names of the optimizer's variables
         fit(optimizer=wrap(keras.optimizers.Adam()))

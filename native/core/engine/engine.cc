@@ -149,9 +149,12 @@ bool Engine::serve_next() {
     serve(take_head());
     return true;
   }
-  std::unique_lock<std::mutex> lock(mutex_);
-  const std::string why = "this rank had " + reason_ + ".";
-  lock.unlock();
+  std::string why;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    why = "this rank had " + reason_ + ".";
+  }
+  if (why.find("hvd.shutdown()") != std::string::npos) why += " Call hvd.init() again first.";
   stop(LeaveResult::all_left, Code::aborted, why);
   return false;
 }
