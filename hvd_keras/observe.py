@@ -181,11 +181,9 @@ def start_publishing() -> None:
                 f"{error.strerror}. Name a folder that every rank may write to, or unset it."
             ) from error
     if chosen.timeline:
-        _timelines += 1
-        file = pathlib.Path(chosen.timeline)
-        if _timelines > 1:
-            file = file.with_stem(f"{file.stem}-{_timelines}")
+        file = timeline.nth(pathlib.Path(chosen.timeline), _timelines + 1)
         _start_timeline("HVD_TIMELINE", str(file))
+        _timelines += 1
     if chosen.tells_statistics or folder is not None:
         publisher = _Publisher(chosen.tells_statistics, folder)
         publisher.start()

@@ -113,9 +113,7 @@ def read(folder: Path) -> dict[int, Rank]:
     Raises:
         ValueError: none exist, or they come from another version.
     """
-    ranks = {}
-    for one in map(_read_rank, folder.glob("rank-*.requests")):
-        ranks[one.rank] = one
+    ranks = {one.rank: one for one in map(_read_rank, folder.glob("rank-*.requests"))}
     if not ranks:
         starts = sorted(path.parent.name for path in folder.glob("*/rank-*.requests"))
         others = f", but its folders {', '.join(dict.fromkeys(starts))} have" if starts else ""
@@ -123,7 +121,8 @@ def read(folder: Path) -> dict[int, Rank]:
             f"{folder} has no files rank-N.requests{others}. Expected the folder of one start of a "
             "failed job, which hvdrun --postmortem names at its end."
         )
-    return dict(sorted(ranks.items()))
+    size = ranks[min(ranks)].size  # further ranks are of an earlier, larger job
+    return {rank: one for rank, one in sorted(ranks.items()) if rank < size}
 
 
 def _read_rank(path: Path) -> Rank:

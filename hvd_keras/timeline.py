@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import collections
 import glob
+import itertools
 import json
 import os
 import socket
@@ -77,9 +78,25 @@ def merge(file: Path, *, keep: bool = False) -> str:
     return f"the timeline {file} lacks ranks {', '.join(map(str, absent))}" if absent else ""
 
 
+def nth(file: Path, number: int) -> Path:
+    """Return the file of a job's further timelines: that of the second `init()` has number 2."""
+    return file.with_stem(f"{file.stem}-{number}") if number > 1 else file
+
+
+def of_job(file: Path) -> Iterator[Path]:
+    """Yield the first timeline of a job, and the further ones that there are."""
+    yield file
+    for number in itertools.count(2):
+        further = nth(file, number)
+        if not further.exists() and not _parts(further):
+            return
+        yield further
+
+
 def remove(file: Path) -> None:
-    """Remove the timeline of an earlier job. Raises OSError."""
-    for path in (file, *_parts(file)):
+    """Remove the timeline of an earlier job, and what its ranks have left. Raises OSError."""
+    parts = [path for one in of_job(file) for path in _parts(one)]
+    for path in (file, *parts):  # a further one may be another job's
         path.unlink(missing_ok=True)
 
 

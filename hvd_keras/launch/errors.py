@@ -10,6 +10,10 @@ class UsageError(Exception):
     """The job cannot be started as asked; the text says what was got and expected."""
 
 
+class AwayError(UsageError):
+    """Hosts that may come are not listed or cannot be reached."""
+
+
 @contextlib.contextmanager
 def refusing(message: str, advice: str = "") -> Iterator[None]:
     """Make an OSError of this block a UsageError that begins and ends so."""

@@ -153,7 +153,7 @@ several hosts
     range, such as 10.0.0.0/24 (default: the network through which all hosts are reached, if there
     is only one)
 --wait-for-hosts SECONDS: how long to wait before the first start for hosts that cannot be reached
-    yet, such as containers that are starting (default: %(default)s)
+    or are not listed yet, such as containers that are starting (default: %(default)s)
 --start-timeout SECONDS: time limit for starting ranks on several hosts (default: %(default)s)
 
 restarts and the end

@@ -21,7 +21,7 @@ from typing import Any
 
 from hvd_keras import postmortem, timeline
 from hvd_keras.launch import errors, options
-from hvd_keras.launch.errors import UsageError, refusing, say, say_once
+from hvd_keras.launch.errors import AwayError, UsageError, refusing, say, say_once
 from hvd_keras.launch.follow.outcome import Verdict, judge, time_to_end
 from hvd_keras.launch.follow.output import Output
 from hvd_keras.launch.follow.statistics import table
@@ -169,16 +169,11 @@ async def place(spec: JobSpec, look: bool = True) -> Placement:
     while True:
         try:
             return await _try_to_place(spec, look)
-        except UsageError as error:
-            later = isinstance(error, _AwayError) or spec.options.host_discovery_script is not None
-            if not later or not look or time.monotonic() >= limit:
+        except AwayError as error:
+            if not look or time.monotonic() >= limit:
                 raise
-            say_once(f"waiting (--wait-for-hosts): {error}")
+            say_once(f"waiting for hosts (--wait-for-hosts): {error}")
         await asyncio.sleep(limits.WAIT_AGAIN)
-
-
-class _AwayError(UsageError):
-    """Hosts that may come cannot be reached."""
 
 
 async def _try_to_place(spec: JobSpec, look: bool) -> Placement:
@@ -193,12 +188,13 @@ async def _try_to_place(spec: JobSpec, look: bool) -> Placement:
         found, problems, away = await _look(spec, asked, {})
         if problems:
             told = "\n".join(f"{name} {text}" for name, text in problems.items())
-            raise _AwayError(told) if away else UsageError(told)
+            raise AwayError(told) if away else UsageError(told)
     slots = found.size
     size = spec.options.size or slots
     if size > slots and not spec.options.oversubscribe:
         there = f"{slots} slots ({', '.join(map(str, found.hosts))})"
-        raise UsageError(
+        error = UsageError if spec.options.host_discovery_script is None else AwayError
+        raise error(
             f"-np got {size}, but the hosts have {there}; expected at most {slots}, more slots "
             "with -H, or --oversubscribe"
         )
@@ -329,10 +325,11 @@ class Job:
                 await self._ranks.close()
                 if options.timeline is not None:
                     with contextlib.suppress(OSError):  # whoever opens it will see why
-                        timeline.merge(Path(options.timeline))  # rank 0 has not if one failed
+                        for file in timeline.of_job(Path(options.timeline)):
+                            timeline.merge(file)  # rank 0 has not if one failed
                     if Path(options.timeline).exists():
-                        file = shlex.quote(options.timeline)
-                        say(f"timeline: python -m hvd_keras.timeline {file}")
+                        name = shlex.quote(options.timeline)
+                        say(f"timeline: python -m hvd_keras.timeline {name}")
                 if options.stats:
                     say(table(spec.statistics))
         if folder is not None:
@@ -450,12 +447,14 @@ class Job:
         )
 
     def _traceback(self, rank: int, recent: bool = True) -> tuple[str, str]:
-        """What `Output.traceback` has, unless the rank has handled that error, and logged it."""
+        """What `Output.traceback` has, unless the rank has handled that error and gone on."""
         report = self._ranks.reports[rank]
-        # A rank that has joined tells of an error that ends it, but not with --verbose.
+        if report.status != 1:
+            return "", ""
+        # A rank that has joined tells of an error that ends it, but not with --verbose, and not if
+        # the script prints it and calls sys.exit(1).
         tells = "joined" in report.marks and not self._spec.options.verbose
-        ended = report.status == 1 and (report.error or not tells)
-        return self._output.traceback(rank, recent) if ended else ("", "")
+        return self._output.traceback(rank, recent, last=tells and not report.error)
 
     def _verdict(self, lost: Collection[str]) -> Verdict:
         reports = self._ranks.reports

@@ -13,7 +13,6 @@ import json
 import mmap
 import os
 import pathlib
-import re
 import shutil
 import signal
 import socket
@@ -58,10 +57,8 @@ class _Recorder:
         self._keep = False
         self._count = 0
         folder.mkdir(parents=True, exist_ok=True)
-        if rank == 0:
-            _remove_others(folder, rank_info.size())
         for path in self._paths:
-            path.unlink(missing_ok=True)  # not truncated: a job beside this one may have mapped it
+            path.unlink(missing_ok=True)  # do not truncate: another job may have it mapped
         self._calls: mmap.mmap | None = None
         self._written: list[tuple[str, CodeType, int] | None] = [None] * CALLS
         self._stacks: BinaryIO = self._paths[1].open("wb", buffering=0)
@@ -156,14 +153,6 @@ class _Recorder:
         if not keep and not self._keep:
             for path in self._paths:
                 path.unlink(missing_ok=True)
-
-
-def _remove_others(folder: pathlib.Path, size: int) -> None:
-    """Remove what the further ranks of an earlier, larger job have left here."""
-    for path in folder.glob("rank-*"):
-        found = re.fullmatch(r"rank-(\d+)\.(requests|stacks)", path.name)
-        if found and int(found[1]) >= size:
-            path.unlink(missing_ok=True)
 
 
 _recorder: _Recorder | None = None

@@ -28,10 +28,15 @@ hvd.broadcast(np.ones(3), 0, name="last")
 def test_requests_outlive_kill_9(tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "postmortem"
     folder.mkdir()
-    (folder / "rank-2.requests").touch()  # of an earlier, larger job
+    larger = folder / "rank-2.requests"  # of an earlier job, or of one beside this
+    head = postmortem._HEAD.pack(postmortem._MAGIC, 2, 3, 0, b"", b"")
+    larger.write_bytes(head.ljust(postmortem.FILE_BYTES, b"\0"))
     job = ranks.run_script(tmp_path, 2, KILLED, HVD_POSTMORTEM=str(folder))
     assert job.status != 0
-    killed = postmortem.read(folder)[1]
+    assert larger.exists()
+    ranks_there = postmortem.read(folder)
+    assert [*ranks_there] == [0, 1]
+    killed = ranks_there[1]
     steps = [request for request in killed.requests if "step" in request.identity]
     assert [request.identity for request in steps] == [
         f"allreduce 'step {step}'" for step in range(250 - len(steps), 250)

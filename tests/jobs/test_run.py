@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 
 import pytest
 
@@ -93,6 +94,19 @@ def test_a_function_that_exits_has_no_result(end, text: str) -> None:
 
     with pytest.raises(RuntimeError, match=text):
         hvd_keras.run(work, np=3, options=ENGINE)
+
+
+def test_an_exception_that_a_function_prints_is_why_it_exits() -> None:
+    def work():
+        hvd_keras.init()
+        try:
+            os.stat("/no/data")
+        except OSError:
+            traceback.print_exc()
+            sys.exit(1)
+
+    with pytest.raises(RuntimeError, match="No such file or directory: '/no/data'"):
+        hvd_keras.run(work)
 
 
 def test_results_are_those_of_the_last_start(tmp_path) -> None:

@@ -170,7 +170,10 @@ def test_the_command_in_an_allocation_of_slurm(hvdrun, given: bool) -> None:
         (["-H", "a[2-1]"], "-H got 'a[2-1]'; expected ranges such as server[1-8]:4"),
         (["-H", "a", "--hostfile", "b"], "got -H and --hostfile; expected one of them"),
         (["--hostfile", "absent"], "--hostfile got 'absent', which cannot be read"),
-        (["--host-discovery-script", "false"], "ended with exit status 1"),
+        (
+            ["--host-discovery-script", "false", "--wait-for-hosts", "9"],
+            "ended with exit status 1",
+        ),
         (["-H", "a:1", "-np", "2", "--dry-run"], "-np got 2, but the hosts have 1 slots (a:1)"),
         (["-H", "a:1", "--ssh-port", "x"], "--ssh-port got 'x'; expected a positive integer"),
         (["-H", "a:1", "--ssh-identity-file", "x"], "--ssh-identity-file got 'x', which is not"),
@@ -404,7 +407,7 @@ def test_a_start_waits_for_a_list_of_hosts_that_is_away(hvdrun) -> None:
     none = f"--host-discovery-script {script} lists no host; expected for example "
     none += "server1:4,server2:4"
     assert said == [
-        f"hvdrun: waiting (--wait-for-hosts): {none}",
+        f"hvdrun: waiting for hosts (--wait-for-hosts): {none}",
         f"hvdrun: no hosts: --host-discovery-script {script} ended with exit status 3: ; "
         "expected lines such as server1:4 and exit status 0",
         f"hvdrun: no hosts: {none}",

@@ -264,12 +264,15 @@ class Output:
     def say(self, text: str) -> None:
         """Print a message of hvdrun's own on stderr."""
         start = b"\n" if self._err.unfinished is not None else b""
-        # Paths may be no text.
+        # Paths need not be valid UTF-8.
         self._err.write(start + f"hvdrun: {text}\n".encode(errors="surrogateescape"))
         self._err.unfinished = None
 
-    def traceback(self, rank: int, recent: bool = True) -> tuple[str, str]:
-        """A rank's last traceback, and its message alone; if not `recent`, one far above only."""
+    def traceback(self, rank: int, recent: bool = True, last: bool = False) -> tuple[str, str]:
+        """A rank's last traceback, and its message alone.
+
+        If not `recent`, one far above only; if `last`, only one that little of the rank's follows.
+        """
         stream = self._streams.get((rank, "err"))
         if stream is None:
             return "", ""
@@ -279,6 +282,8 @@ class Output:
         lines = text.decode(errors="replace").splitlines()
         body = [*itertools.takewhile(lambda line: line.startswith(" "), lines)]
         message = lines[len(body) :]
+        if last and len(message) > RECENT_LINES:
+            return "", ""
         if len(message) > MESSAGE_LINES:  # TensorFlow puts where a graph's node was made before why
             message = [message[0], "…", *message[2 - MESSAGE_LINES :]]
         whole = ["Traceback (most recent call last):", *body, *message]

@@ -67,7 +67,7 @@ def table(statistics: Statistics) -> str:
     """Return what the ranks have sent last (see docs/observing.md), in words."""
     stats = {rank: past[-1] for rank, past in sorted(statistics.past.items())}
     if not stats:
-        return "no statistics: no rank has sent any; each sends them every second after hvd.init()"
+        return "no statistics: no rank has sent any. Ranks send them once a second after hvd.init()"
     missing = [str(rank) for rank in range(statistics.size) if rank not in stats]
     paragraphs = [_of_ranks(stats), _of_collectives(list(stats.values())), _conclusion(stats)]
     if missing:

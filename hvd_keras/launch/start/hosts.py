@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_keras.launch.errors import UsageError, refusing
+from hvd_keras.launch.errors import AwayError, UsageError, refusing
 from hvd_keras.launch.onhost.cores import usable_cores
 from hvd_keras.launch.start.command import ask
 
@@ -90,7 +90,7 @@ def parse_lines(text: str, origin: str, *, is_file: bool = True) -> list[Host]:
             )
         hosts += _hosts(entry, origin) if entry else []
     if not hosts:
-        raise UsageError(f"{origin} lists no host; expected for example {_EXAMPLE}")
+        raise AwayError(f"{origin} lists no host; expected for example {_EXAMPLE}")
     slots = Counter[str]()
     for host in hosts:
         if host.name in slots and not is_file:
