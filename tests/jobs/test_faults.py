@@ -118,11 +118,11 @@ ROWS = {
         r"""
         def fault():
             sys.excepthook = lambda kind, value, trace: print(ascii(value), file=sys.stderr)
-            raise RuntimeError("no picture: caf\udce9")
+            raise RuntimeError("no picture: x\udce9")
         """,
         1,
         first("exit status 1"),
-        r"AbortedError: .*rank 1 has left the job: RuntimeError: no picture: caf\\udce9",
+        r"AbortedError: .*rank 1 has left the job: RuntimeError: no picture: x\\udce9",
         line="raise RuntimeError",
     ),
     "MemoryError": Row(

@@ -212,7 +212,7 @@ def test_names_that_are_no_text(tmp_path) -> None:
     script = f"""
         import mmap
         from hvd_keras.runtime import mpi_library, settings
-        with open(b"{tmp_path}/caf\\xe9", "w+b") as file:
+        with open(b"{tmp_path}/x\\xe9", "w+b") as file:
             file.write(b"x")
             file.flush()
             file = mmap.mmap(file.fileno(), 1)
