@@ -44,16 +44,17 @@ def make(of_keras: Callable[..., Any], model: Any, force: bool = False) -> Any:
 @contextlib.contextmanager
 def _counting_rows(model: Any, data: Any) -> Iterator[None]:
     """Let the mean losses of outputs count by rows, as where Keras knows the number."""
-    rows = tf.shape(tf.nest.flatten(data)[0])[0]
     with contextlib.ExitStack() as stack:
         for metric in getattr(getattr(model, "_compile_loss", None), "metrics", ()):
-            update = functools.partial(_count, metric.update_state, rows)
+            update = functools.partial(_count, metric.update_state, data)
             stack.enter_context(replaced(metric, "update_state", update))
         yield
 
 
-def _count(update: Any, rows: Any, value: Any, sample_weight: Any = None) -> Any:
-    return update(value, sample_weight=rows if sample_weight is None else sample_weight)
+def _count(update: Any, data: Any, value: Any, sample_weight: Any = None) -> Any:
+    if sample_weight is None:
+        sample_weight = tf.shape(tf.nest.flatten(data)[0])[0]
+    return update(value, sample_weight=sample_weight)
 
 
 def _run(model: Any, step: Divided, of_keras: Callable[[Any], Any], iterator: Any) -> Any:

@@ -32,7 +32,7 @@ def of_step(loss: Any, value: Any, rows: Any, own: Any) -> Any:
     def gradient(upstream: Any) -> Any:
         # Eager code cannot tell a divisor from other factors.
         found = set() if hasattr(upstream, "numpy") else set(_divisors(upstream, None, 1.0))
-        large = [one for one in found if one and one > _FEW]
+        large = [one for one in found if one and one > fit_state.FEW]
         is_sum = None not in found and bool(large) and not any(map(may_be_rows, large))
         if (is_sum or _is_one(upstream)) and getattr(rows, "shape", None) and rows.shape[0] != 1:
             missing_calls.warn_if_averaged(
@@ -69,7 +69,7 @@ def of_compile(loss: Any, value: Any, y_pred: Any, own: Any) -> Any:
                     of_gradient=True,
                 )
             return upstream / tf.cast(parts, upstream.dtype)
-        if rows is None and (large := [one for one in divisors if one and one > _FEW]):
+        if rows is None and (large := [one for one in divisors if one and one > fit_state.FEW]):
             missing_calls.warn_if_averaged(
                 "a train_step or compute_loss divides the loss of compile, which adds up rows, by "
                 f"{large[0]:g}. If that is the number of this rank's rows, gradients are too "
@@ -81,7 +81,6 @@ def of_compile(loss: Any, value: Any, y_pred: Any, own: Any) -> Any:
     return tf.custom_gradient(lambda value: (tf.identity(value), gradient))(value)
 
 
-_FEW = 4  # up to which a constant divisor is hardly a number of rows
 _DIVISIONS = {"RealDiv", "Div", "DivNoNan"}
 _SIZES = {"Shape", "ShapeN", "Size"}
 _DATA = {"Placeholder", "IteratorGetNext", "OptionalGetValue"}

@@ -382,7 +382,7 @@ def write_whole(filepath: str | os.PathLike[str], write: Callable[[pathlib.Path]
     """
     given, target = pathlib.Path(filepath), _resolved(filepath)
     target.parent.mkdir(parents=True, exist_ok=True)
-    short = os.fsdecode(os.fsencode(given.name)[:200])  # of at most 255 bytes
+    short = os.fsdecode(os.fsencode(given.name)[:200])  # a name has at most 255 bytes
     with tempfile.TemporaryDirectory(prefix=f".{short}.", dir=target.parent) as name:
         folder = pathlib.Path(name)
         write(folder / given.name)  # Keras chooses the format by the suffix

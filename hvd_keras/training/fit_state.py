@@ -204,6 +204,10 @@ def step() -> int:
     return 0 if own is None or own.values is None else own.values.steps
 
 
+#: Up to which a constant divisor is hardly a number of rows.
+FEW = 4
+
+
 def may_be_number_of_rows(ranks: int, number: float) -> bool:
     """Whether a number may be that of a rank's rows in the step that runs, times something.
 
@@ -212,10 +216,7 @@ def may_be_number_of_rows(ranks: int, number: float) -> bool:
     own = current.get()
     if own is None or own.rows is None:
         return True
-    return number % own.rows == 0 and not (number == own.rows * ranks > _FEW)
-
-
-_FEW = 4  # which may be any number
+    return number % own.rows == 0 and not (number == own.rows * ranks > FEW)
 
 
 def check_built(model: Any) -> None:
