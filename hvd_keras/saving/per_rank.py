@@ -51,10 +51,23 @@ class Found:
 
     def value(self, index: int, process_set: ProcessSet) -> Any:
         """Return a value on all ranks; [ranks, *shape], if it differed by rank."""
-        _, shape, dtype, by_rank = [*self.stored, *self.rounds, *self.more][index]
-        mine = self.content.variables[index].value if self.content else None
-        shape = [self.metadata["ranks"], *shape] if by_rank else shape
-        return to_all_ranks(shape, dtype, mine, process_set)
+        if self.content is not None:
+            value = self.content.variables[index].value
+        else:
+            _, shape, dtype, by_rank = [*self.stored, *self.rounds, *self.more][index]
+            shape = [self.metadata["ranks"], *shape] if by_rank else shape
+            value = np.empty(shape, agree.numpy_dtype(dtype))
+        if process_set.size() == 1:
+            return value
+        call = {"root": process_set.ranks[0], "process_set": process_set.id()}
+        # As bytes, for any dtype; in blocks, as a copy of a large table might not fit.
+        data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+        for first in range(0, data.size, _BYTES):
+            block = data[first : first + _BYTES]
+            (received,) = agree.run("broadcast", [block], name="checkpoint value", **call)
+            if self.content is None:
+                block[:] = received
+        return value
 
     def match_rounds(self, model: Any, own: list[Any]) -> tuple[list[Any], list[Any]]:
         """Leave out the state of ``sync_every`` if only the checkpoint has it, or the training.
@@ -279,22 +292,6 @@ def mean(stack: Any) -> Any:
     return stack[0] if stack.dtype.kind in "iu" else stack.mean(axis=0)
 
 
-def to_all_ranks(shape: Sequence[int], of_dtype: Any, value: Any, process_set: ProcessSet) -> Any:
-    """Return the first rank's value on all ranks; others pass None. As bytes: any dtype works."""
-    if value is not None and process_set.size() == 1:
-        return value
-    received = np.empty(shape, agree.numpy_dtype(of_dtype)) if value is None else value
-    data = np.ascontiguousarray(received).reshape(-1).view(np.uint8)
-    # In blocks: a gather needs three times their memory, which a large table would not leave.
-    for first in range(0, data.size, _BYTES):
-        block = data[first : first + _BYTES]
-        mine = b"" if value is None else block.tobytes()
-        (theirs, *_) = agree.gather_bytes("checkpoint value", mine, process_set)
-        if value is None:
-            block[:] = np.frombuffer(theirs, np.uint8)
-    return received
-
-
 def gather_differing(
     own: list[Any], values: list[Any], equal: Container[int], process_set: ProcessSet
 ) -> dict[int, Any]:
@@ -310,15 +307,12 @@ def gather_differing(
         0 if shards.of(variable) or id(variable) in equal else agree.digest(value)
         for variable, value in zip(own, values, strict=True)
     ]
-    mine = np.array(digests, np.int64).tobytes()
-    gathered = agree.gather_bytes("checkpoint digests", mine, process_set)
-    # Eight bytes per variable; only values that differ travel.
-    if len({len(digests) for digests in gathered}) > 1:
-        counts = [len(digests) // 8 for digests in gathered]
+    # Only values that differ travel.
+    gathered = agree.gather_json("checkpoint digests", digests, process_set)
+    counts = list(map(len, gathered))
+    if len(set(counts)) > 1:
         raise ValueError(f"Checkpoint: the ranks train different models, of {counts} variables.")
-    differing = [
-        i for i in range(len(own)) if len({digests[8 * i : 8 * i + 8] for digests in gathered}) > 1
-    ]
+    differing = [i for i, theirs in enumerate(zip(*gathered, strict=True)) if len({*theirs}) > 1]
     # The slots of optimizers on GPUs: the first rank's are good for all.
     gpus = differing and agree.gather_json("checkpoint GPUs", has_gpu(), process_set)
     if any(gpus):
