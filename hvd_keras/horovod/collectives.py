@@ -139,9 +139,10 @@ def _truncating(function: _Function, gradient_times_size: bool = False) -> _Func
                         f"hvd.{kind}: got tf.IndexedSlices with op=hvd.{op.value}, expected "
                         "hvd.Average or hvd.Sum. Use tf.convert_to_tensor first."
                     )
-            integers = [_is_integer(tensor) for tensor in tensors]
+            values = [tf.convert_to_tensor(getattr(x, "values", x)) for x in tensors]
         before, after = given["prescale_factor"], given["postscale_factor"]
-        if not any(integers) or (op is not ops.Average and before == after == 1.0):
+        has_integers = any(value.dtype.is_integer for value in values)
+        if not has_integers or (op is not ops.Average and before == after == 1.0):
             results = function(tensors, **given)
         else:
             # hvd_keras refuses these, so this scales the whole group, which is one request.
@@ -200,12 +201,6 @@ def broadcast_(
 def reducescatter(tensor: Any, **given: Any) -> Any:
     """``grouped_reducescatter`` of one tensor."""
     return grouped_reducescatter([tensor], **given)[0]
-
-
-def _is_integer(tensor: Any) -> bool:
-    if isinstance(tensor, tf.IndexedSlices):
-        return bool(tensor.values.dtype.is_integer)
-    return bool(tf.convert_to_tensor(tensor).dtype.is_integer)
 
 
 def _truncated(tensor: Any, factor: float, divisor: int = 1) -> Any:
