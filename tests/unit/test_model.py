@@ -15,7 +15,6 @@ import layers  # noqa: E402
 import model  # noqa: E402
 
 NETWORKS = {name: layers.network(name) for name in layers.NAMES}
-WAYS = ("auto", "direct", "ring", "tree", "nccl")
 FOREVER = 1e30
 
 
@@ -26,20 +25,9 @@ def test_the_stored_layers_are_the_networks():
     assert len(NETWORKS["ResNet101"].sizes) == len(NETWORKS["ResNet101"].work) == 418
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", layers.NAMES)
-def test_one_host_loses_nothing(name, way):
-    step = model.predict(NETWORKS[name], 1, 1e6, 1e-3, 0.1, 0.2, way=way)
-    assert step.efficiency == pytest.approx(1)
-    assert step.exchange == 0
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_nor_does_a_perfect_network(way, monkeypatch):
-    for constant in ("MESSAGE", "BYTE", "SUM", "CALL"):
-        monkeypatch.setattr(model, constant, 0)
-    step = model.predict(NETWORKS["VGG16"], 64, FOREVER, 0, 0.1, 0.2, way=way)
-    assert step.efficiency == pytest.approx(1)
+def test_one_host_loses_nothing():
+    step = model.predict(NETWORKS["VGG16"], 1, 1e6, 1e-3, 0.1, 0.2)
+    assert (step.efficiency, step.exchange) == (pytest.approx(1), 0)
 
 
 def test_without_backpropagation_nothing_can_overlap():
@@ -58,12 +46,10 @@ def test_what_can_overlap_does():
     assert model.overlapped(two, 1.0, 2.0, lambda size: 2.0, 4 << 20).requests == 2
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", layers.NAMES)
-def test_more_bandwidth_never_hurts_and_more_latency_never_helps(name, way):
+@pytest.mark.parametrize("way", ["auto", "direct", "ring", "tree", "nccl"])
+def test_more_bandwidth_never_hurts_and_more_latency_never_helps(way):
     def seconds(bandwidth, latency):
-        arguments = NETWORKS[name], 16, bandwidth, latency, 0.1, 0.2
-        return model.predict(*arguments, local=4, way=way).seconds
+        return model.predict(NETWORKS["VGG16"], 16, bandwidth, latency, 0.1, 0.2, way=way).seconds
 
     faster = [seconds(10**e, 1e-5) for e in range(7, 13)]
     later = [seconds(1e9, 10**-e) for e in range(7, 1, -1)]
