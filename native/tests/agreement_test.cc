@@ -63,7 +63,7 @@ Decision decide(std::vector<Report> reports) {
 std::string joined(const std::vector<Decision::Step>& steps) { return identities(steps); }
 std::string refused(const Decision& decision) { return identities(decision.refuse); }
 
-void equal_requests_run_in_the_order_of_rank_0() {
+TEST(equal_requests_run_in_the_order_of_rank_0) {
   const Decision decision = decide({staying({{"b", "1"}, {"x", "1"}, {"a", "2"}, {"c", "3"}}),
                                     staying({{"c", "3"}, {"a", "2"}, {"y", "1"}, {"b", "1"}}),
                                     staying({{"a", "2"}, {"c", "3"}, {"b", "1"}, {"x", "1"}})});
@@ -73,7 +73,7 @@ void equal_requests_run_in_the_order_of_rank_0() {
   CHECK(!decision.nothing());
 }
 
-void different_signatures_are_refused_with_every_ranks() {
+TEST(different_signatures_are_refused_with_every_ranks) {
   const Decision decision = decide({staying({{"a", "float32[2]"}, {"b", "same"}}),
                                     staying({{"b", "same"}, {"a", "float32[3]"}}),
                                     staying({{"a", "float32[2]"}, {"b", "same"}})});
@@ -87,7 +87,7 @@ void different_signatures_are_refused_with_every_ranks() {
   CHECK_CONTAINS(decision.refuse[0].message, "rank 2: float32[2]\n");
 }
 
-void the_last_ranks_difference_counts() {
+TEST(the_last_ranks_difference_counts) {
   CHECK_EQ(refused(decide({staying({{"a", "1"}}), staying({{"a", "1"}}), staying({{"a", "2"}})})),
            "a");
   CHECK_EQ(refused(decide({staying({{"a", "2"}}), staying({{"a", "1"}}), staying({{"a", "1"}})})),
@@ -95,7 +95,7 @@ void the_last_ranks_difference_counts() {
 }
 
 // Rank 2 has not submitted it yet: it may turn out to be missing there, or different there too.
-void what_is_not_pending_everywhere_waits() {
+TEST(what_is_not_pending_everywhere_waits) {
   const Decision decision =
       decide({staying({{"a", "1"}}), staying({{"a", "2"}}), staying({{"b", "1"}})});
   CHECK(decision.nothing());
@@ -104,7 +104,7 @@ void what_is_not_pending_everywhere_waits() {
   CHECK(decide({staying({}), staying({})}).nothing());
 }
 
-void a_rank_that_left_fails_the_rest() {
+TEST(a_rank_that_left_fails_the_rest) {
   const Decision decision =
       decide({staying({{"a", "1"}}), leaving("the script ended", {}), staying({{"a", "1"}})});
   CHECK(!decision.nothing());
@@ -120,7 +120,7 @@ void a_rank_that_left_fails_the_rest() {
   CHECK_CONTAINS(decide(more).left, "rank 2 has left the job: two");
 }
 
-void what_a_leaving_rank_left_behind_is_served_first() {
+TEST(what_a_leaving_rank_left_behind_is_served_first) {
   const Decision first = decide({staying({{"a", "1"}, {"b", "1"}}), leaving("done", {{"b", "1"}})});
   CHECK_EQ(joined(first.run), "b");
   CHECK_EQ(first.left, "");
@@ -131,19 +131,19 @@ void what_a_leaving_rank_left_behind_is_served_first() {
   CHECK_CONTAINS(decide({staying({{"a", "1"}}), leaving("done", {})}).left, "rank 1");
 }
 
-void all_left_with_nothing_pending() {
+TEST(all_left_with_nothing_pending) {
   CHECK(decide({leaving("one", {}), leaving("two", {})}).nothing());
 }
 
 // Rank 0 has left behind all that the others still have to submit.
-void a_rank_that_left_is_not_blamed_for_what_it_submitted() {
+TEST(a_rank_that_left_is_not_blamed_for_what_it_submitted) {
   const Report gone = leaving("done", {{"a", "1"}, {"b", "1"}});
   CHECK(decide({gone, staying({{"a", "1"}}), staying({{"b", "1"}})}).nothing());
   CHECK_CONTAINS(decide({gone, staying({{"c", "1"}}), staying({{"b", "1"}})}).left, "rank 0");
 }
 
 // The second request of an identity belongs to a later step of the program.
-void only_the_first_of_an_identity_counts() {
+TEST(only_the_first_of_an_identity_counts) {
   const std::vector<Call> twice = {{"a", "1"}, {"b", "1"}, {"a", "2"}};
   CHECK_EQ(joined(decide({staying(twice), staying(twice)}).run), "a b");
   CHECK_EQ(joined(decide({staying(twice), staying({{"a", "1"}})}).run), "a");
@@ -153,13 +153,13 @@ void only_the_first_of_an_identity_counts() {
   CHECK_EQ(joined(decision.run), "");
 }
 
-void one_rank_agrees_with_itself() {
+TEST(one_rank_agrees_with_itself) {
   const Decision decision = decide({staying({{"b", "1"}, {"a", "1"}, {"b", "2"}})});
   CHECK_EQ(joined(decision.run), "b a");
   CHECK_EQ(refused(decision), "");
 }
 
-void a_problem_of_one_rank_refuses_for_all() {
+TEST(a_problem_of_one_rank_refuses_for_all) {
   const Decision decision =
       decide({staying({{"a", "1"}}), staying({{"a", "1", "bad splits"}}), staying({{"a", "1"}})});
   CHECK_EQ(refused(decision), "a");
@@ -169,7 +169,7 @@ void a_problem_of_one_rank_refuses_for_all() {
   CHECK(decide({staying({{"a", "1"}}), staying({{"b", "1", "bad"}})}).nothing());  // not yet
 }
 
-void what_belongs_to_a_failed_step_does_not_wait() {
+TEST(what_belongs_to_a_failed_step_does_not_wait) {
   Report failed = staying({{"a", "1"}, {"b", "1"}});
   for (Pending& pending : failed.queue) pending.failed = true;
   const Decision decision = decide({staying({{"b", "1"}, {"c", "1"}}), failed});
@@ -179,7 +179,7 @@ void what_belongs_to_a_failed_step_does_not_wait() {
   CHECK_CONTAINS(decision.refuse[0].message, "another op of the same step has failed on rank 1");
 }
 
-void who_has_joined_is_not_waited_for() {
+TEST(who_has_joined_is_not_waited_for) {
   const Decision decision = decide({staying({{"join", ""}}), staying({{"a", "1"}, {"b", "1"}}),
                                     staying({{"b", "1"}, {"a", "1"}})});
   CHECK_EQ(joined(decision.run), "a b");
@@ -190,7 +190,7 @@ void who_has_joined_is_not_waited_for() {
   CHECK(decide({staying({{"join", ""}}), staying({{"a", "1"}}), staying({})}).nothing());
 }
 
-void joining_is_not_negotiated() {
+TEST(joining_is_not_negotiated) {
   CHECK(decide({staying({{"join", ""}}), staying({})}).nothing());
   CHECK_EQ(
       joined(
@@ -200,7 +200,7 @@ void joining_is_not_negotiated() {
   CHECK_CONTAINS(gone.left, "rank 1 has left the job: done");
 }
 
-void the_last_that_has_joined_is_known() {
+TEST(the_last_that_has_joined_is_known) {
   const auto of = [](int number, bool had_joined) {
     Report report = staying({{"join", ""}});
     report.number = number;
@@ -214,7 +214,7 @@ void the_last_that_has_joined_is_known() {
   CHECK_EQ(all.absent, -1);
 }
 
-void what_needs_a_rank_that_has_joined_is_refused() {
+TEST(what_needs_a_rank_that_has_joined_is_refused) {
   const auto refusal = [](int needs) {
     const Decision decision = decide({staying({{"a", "1", "", needs}}), staying({{"join", ""}}),
                                       staying({{"a", "1", "", needs}})});
@@ -227,7 +227,7 @@ void what_needs_a_rank_that_has_joined_is_refused() {
   CHECK_EQ(refusal(Pending::nobody), "a");
 }
 
-void who_has_waited_too_long_ends_it() {
+TEST(who_has_waited_too_long_ends_it) {
   Report tired = staying({{"a", "1"}});
   tired.waited = 12.5;
   const Decision decision = decide({staying({{"b", "1"}}), tired});
@@ -238,7 +238,7 @@ void who_has_waited_too_long_ends_it() {
   CHECK_EQ(decide({leaving("done", {}), tired}).stuck, "");    // there is a better reason
 }
 
-void a_mismatch_fails_what_is_pending() {
+TEST(a_mismatch_fails_what_is_pending) {
   Report a = staying({{"a", "1"}}), b = staying({{"b", "1"}});
   a.unchanged = 30.5, b.unchanged = 20;
   const Decision decision = decide({a, b});
@@ -263,7 +263,7 @@ void a_mismatch_fails_what_is_pending() {
   CHECK_CONTAINS(decide({a, b, joins}).mismatch, "rank 2 has submitted: join");
 }
 
-void summary_shows_each_rank_and_cuts_long_queues() {
+TEST(summary_shows_each_rank_and_cuts_long_queues) {
   std::vector<Call> seven;
   for (char c = 'a'; c < 'h'; ++c) seven.push_back({std::string(1, c), "1"});
   std::vector<Report> reports = {staying(seven), staying({{"x", "1"}}), staying({})};
@@ -286,7 +286,7 @@ std::string refusal_of(int ranks, const Call& call) {
   return decision.refuse.empty() ? "none" : decision.refuse[0].message;
 }
 
-void many_ranks_are_shown_in_groups() {
+TEST(many_ranks_are_shown_in_groups) {
   const auto halves = [](int r) { return r < 500 || r == 990 ? "float32[2]" : "float32[3]"; };
   CHECK_EQ(refusal_of(1000, [&](int r) { return Call{"a", halves(r)}; }),
            "a differs between ranks:"
@@ -308,7 +308,7 @@ void many_ranks_are_shown_in_groups() {
   CHECK_EQ(test::decide(reports).left, "ranks 0-98 have left the job: done (on here)");
 }
 
-void what_is_combined_does_not_grow() {
+TEST(what_is_combined_does_not_grow) {
   std::mt19937 random(1);
   const std::string longer(1000, 'x');
   const auto bytes = [&](int ranks, bool own_names) {
@@ -330,7 +330,7 @@ void what_is_combined_does_not_grow() {
 }
 
 // For the rest, hashes are enough.
-void texts_travel_if_they_are_shown() {
+TEST(texts_travel_if_they_are_shown) {
   const auto needed = [](const std::vector<Report>& reports) {
     Digest all(reports[0]);
     all.add(Digest(reports[1]));
@@ -348,7 +348,7 @@ void texts_travel_if_they_are_shown() {
   CHECK(needed({warns, both}));
 }
 
-void what_is_cut_short_throws() {
+TEST(what_is_cut_short_throws) {
   const Report report = leaving("why", {{"identity", "signature"}});
   Digest digest(report);
   digest.failed = {1, 2};
@@ -373,36 +373,4 @@ void what_is_cut_short_throws() {
 }  // namespace
 }  // namespace hvd
 
-int main() {
-  using namespace hvd;
-  return test::run({
-      {"equal requests run in the order of rank 0", equal_requests_run_in_the_order_of_rank_0},
-      {"different signatures are refused with every rank's",
-       different_signatures_are_refused_with_every_ranks},
-      {"the last rank's difference counts", the_last_ranks_difference_counts},
-      {"what is not pending everywhere waits", what_is_not_pending_everywhere_waits},
-      {"a rank that left fails the rest", a_rank_that_left_fails_the_rest},
-      {"what a leaving rank left behind is served first",
-       what_a_leaving_rank_left_behind_is_served_first},
-      {"all left with nothing pending", all_left_with_nothing_pending},
-      {"a rank that left is not blamed for what it submitted",
-       a_rank_that_left_is_not_blamed_for_what_it_submitted},
-      {"only the first of an identity counts", only_the_first_of_an_identity_counts},
-      {"one rank agrees with itself", one_rank_agrees_with_itself},
-      {"a problem of one rank refuses for all", a_problem_of_one_rank_refuses_for_all},
-      {"what belongs to a failed step does not wait", what_belongs_to_a_failed_step_does_not_wait},
-      {"who has joined is not waited for", who_has_joined_is_not_waited_for},
-      {"joining is not negotiated", joining_is_not_negotiated},
-      {"the last that has joined is known", the_last_that_has_joined_is_known},
-      {"what needs a rank that has joined is refused",
-       what_needs_a_rank_that_has_joined_is_refused},
-      {"who has waited too long ends it", who_has_waited_too_long_ends_it},
-      {"a mismatch fails what is pending", a_mismatch_fails_what_is_pending},
-      {"summary shows each rank and cuts long queues",
-       summary_shows_each_rank_and_cuts_long_queues},
-      {"many ranks are shown in groups", many_ranks_are_shown_in_groups},
-      {"what is combined does not grow", what_is_combined_does_not_grow},
-      {"texts travel if they are shown", texts_travel_if_they_are_shown},
-      {"what is cut short throws", what_is_cut_short_throws},
-  });
-}
+int main() { return hvd::test::run(); }

@@ -32,7 +32,7 @@ constexpr DType kIntegers[] = {DType::uint8,  DType::int8,  DType::uint16, DType
                                DType::uint32, DType::int32, DType::uint64, DType::int64};
 constexpr DType kFloats[] = {DType::float16, DType::bfloat16, DType::float32, DType::float64};
 
-void dtypes_have_their_sizes_and_names() {
+TEST(dtypes_have_their_sizes_and_names) {
   const std::vector<std::pair<std::string, int64_t>> expected = {
       {"bool", 1},     {"uint8", 1},   {"int8", 1},   {"uint16", 2}, {"int16", 2},
       {"uint32", 4},   {"int32", 4},   {"uint64", 8}, {"int64", 8},  {"float16", 2},
@@ -47,7 +47,7 @@ void dtypes_have_their_sizes_and_names() {
   CHECK_EQ((Input{nullptr, DType::float64, {2, 3}}).bytes(), size_t{48});
 }
 
-void roots_must_exist() {
+TEST(roots_must_exist) {
   for (int root : {-1, 2, 100}) {
     Request broadcast = request(Kind::broadcast, DType::float32, {2});
     broadcast.root = root;
@@ -63,7 +63,7 @@ void roots_must_exist() {
   CHECK_EQ(problem(allreduce, kTwo), "");
 }
 
-void roots_are_ranks_of_the_job() {
+TEST(roots_are_ranks_of_the_job) {
   Request broadcast = request(Kind::broadcast, DType::float32, {2});
   broadcast.root = 5;
   CHECK_EQ(problem(broadcast, {3, 5}), "");
@@ -71,7 +71,7 @@ void roots_are_ranks_of_the_job() {
   expect_refused(broadcast, {3, 5}, {"root rank 1", "3, 5"});
 }
 
-void splits_must_add_up() {
+TEST(splits_must_add_up) {
   const auto with = [](std::vector<int64_t> splits, DType dtype = DType::int64) {
     static std::vector<int64_t> kept;
     kept = std::move(splits);
@@ -87,7 +87,7 @@ void splits_must_add_up() {
   CHECK_CONTAINS(with({2, 3, 0}), "got 3 splits, expected 2");
 }
 
-void headers_survive_the_way_through_bytes() {
+TEST(headers_survive_the_way_through_bytes) {
   Request made = request(Kind::reducescatter, DType::bfloat16, {7, 0, 2});
   made.inputs.push_back({nullptr, DType::boolean, {}});
   made.reduction = Reduction::average;
@@ -103,7 +103,7 @@ void headers_survive_the_way_through_bytes() {
   CHECK(fingerprint(copy, "") != fingerprint(copy, "a problem"));
 }
 
-void scalars_cannot_be_gathered() {
+TEST(scalars_cannot_be_gathered) {
   expect_refused(request(Kind::allgather, DType::float32, {}), kTwo, {"scalar", "tf.expand_dims"});
   Request second = request(Kind::allgather, DType::float32, {1});
   second.inputs.push_back({nullptr, DType::float32, {}});
@@ -112,7 +112,7 @@ void scalars_cannot_be_gathered() {
   CHECK_EQ(problem(request(Kind::allreduce, DType::float32, {}), kTwo), "");
 }
 
-void bools_have_no_arithmetic() {
+TEST(bools_have_no_arithmetic) {
   Request bools = request(Kind::allreduce, DType::boolean, {2});
   for (Reduction reduction : {Reduction::average, Reduction::sum, Reduction::product}) {
     bools.reduction = reduction;
@@ -124,7 +124,7 @@ void bools_have_no_arithmetic() {
   }
 }
 
-void integers_are_not_averaged_or_scaled() {
+TEST(integers_are_not_averaged_or_scaled) {
   for (DType dtype : kIntegers) {
     test::context = name_of(dtype);
     Request integers = request(Kind::allreduce, dtype, {2});
@@ -151,7 +151,7 @@ void integers_are_not_averaged_or_scaled() {
   CHECK_EQ(problem(gathered, kTwo), "");
 }
 
-void only_wider_floats_are_compressed() {
+TEST(only_wider_floats_are_compressed) {
   Request some = request(Kind::allreduce, DType::float32, {2});
   for (DType dtype : kFloats) CHECK_EQ(on_the_wire(some, dtype), dtype);
   some.wire = DType::bfloat16;
@@ -167,7 +167,7 @@ void only_wider_floats_are_compressed() {
   expect_refused(some, kTwo, {"compression=bfloat16"});
 }
 
-void the_first_dimension_is_free_in_allgather_alone() {
+TEST(the_first_dimension_is_free_in_allgather_alone) {
   for (Kind kind : {Kind::allreduce, Kind::allgather, Kind::broadcast, Kind::reducescatter}) {
     const bool free = kind == Kind::allgather;
     const Request a = request(kind, DType::float32, {2, 3});
@@ -181,7 +181,7 @@ void the_first_dimension_is_free_in_allgather_alone() {
   CHECK_EQ(describe(request(Kind::allgather, DType::int8, {2, 3})), "int8[*,3]");
 }
 
-void descriptions_are_readable() {
+TEST(descriptions_are_readable) {
   Request some = request(Kind::allreduce, DType::float32, {2, 3});
   CHECK_EQ(identity(some), "allreduce 'x'");
   CHECK_EQ(describe(some), "op=Sum float32[2,3]");
@@ -203,7 +203,7 @@ void descriptions_are_readable() {
 // Ranks compare fingerprints first and, if these differ, texts: were the texts equal then, they
 // would run together what does not fit. The choices are few, so that many pairs are equal;
 // 6 and 11 are the numbers of int32 and float32 too, which must not pass for dimensions.
-void fingerprints_are_equal_if_and_only_if_the_texts_are() {
+TEST(fingerprints_are_equal_if_and_only_if_the_texts_are) {
   std::mt19937 random(1);
   const auto any = [&random](auto... choices) {
     const std::common_type_t<decltype(choices)...> all[] = {choices...};
@@ -247,7 +247,7 @@ void fingerprints_are_equal_if_and_only_if_the_texts_are() {
   CHECK(equal > 1000);
 }
 
-void data_and_buffers_do_not_count() {
+TEST(data_and_buffers_do_not_count) {
   Request a = request(Kind::allreduce, DType::float32, {2});
   Request b = a;
   float memory[2];
@@ -256,7 +256,7 @@ void data_and_buffers_do_not_count() {
   CHECK_EQ(fingerprint(a, ""), fingerprint(b, ""));
 }
 
-void settings_come_from_the_environment() {
+TEST(settings_come_from_the_environment) {
   struct Variable {
     const char* name;
     double Settings::* value;
@@ -295,24 +295,4 @@ void settings_come_from_the_environment() {
 }  // namespace
 }  // namespace hvd
 
-int main() {
-  using namespace hvd;
-  return test::run({
-      {"dtypes have their sizes and names", dtypes_have_their_sizes_and_names},
-      {"roots must exist", roots_must_exist},
-      {"roots are ranks of the job", roots_are_ranks_of_the_job},
-      {"splits must add up", splits_must_add_up},
-      {"headers survive the way through bytes", headers_survive_the_way_through_bytes},
-      {"scalars cannot be gathered", scalars_cannot_be_gathered},
-      {"bools have no arithmetic", bools_have_no_arithmetic},
-      {"integers are not averaged or scaled", integers_are_not_averaged_or_scaled},
-      {"only wider floats are compressed", only_wider_floats_are_compressed},
-      {"the first dimension is free in allgather alone",
-       the_first_dimension_is_free_in_allgather_alone},
-      {"descriptions are readable", descriptions_are_readable},
-      {"fingerprints are equal if and only if the texts are",
-       fingerprints_are_equal_if_and_only_if_the_texts_are},
-      {"data and buffers do not count", data_and_buffers_do_not_count},
-      {"settings come from the environment", settings_come_from_the_environment},
-  });
-}
+int main() { return hvd::test::run(); }

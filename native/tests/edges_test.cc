@@ -53,8 +53,33 @@ void set_other_arithmetic() {
   std::fesetround(FE_UPWARD);
 }
 
+// First: an ended thread keeps its name for a moment, and takes no signal at all.
+TEST(engines_have_a_name_and_take_no_signals) {
+  with_engine([](Engine& engine) {
+    Call served(Kind::barrier,
+                "");  // so the thread runs: while it starts, it takes no signal at all
+    served.submit(engine);
+    served.expect_ok();
+    int found = 0;
+    for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+      std::string name, line;
+      std::getline(std::ifstream(task.path() / "comm"), name);
+      if (name != "hvd set 0") continue;
+      ++found;
+      std::ifstream status(task.path() / "status");
+      while (std::getline(status, line) && line.compare(0, 7, "SigBlk:") != 0) {
+      }
+      const uint64_t blocked = std::stoull(line.substr(7), nullptr, 16);
+      for (const int signal : {SIGALRM, SIGCHLD, SIGINT, SIGPROF, SIGTERM, SIGUSR1})
+        CHECK(blocked >> (signal - 1) & 1);
+      for (const int signal : {SIGBUS, SIGFPE, SIGSEGV}) CHECK(!(blocked >> (signal - 1) & 1));
+    }
+    CHECK_EQ(found, 1);
+  });
+}
+
 // The sum of numbers that are 0 for some modes, and of numbers whose sum is between two others.
-void sums_do_not_depend_on_the_threads_modes() {
+TEST(sums_do_not_depend_on_the_threads_modes) {
   with_engine([](Engine& engine) {
     for (int round = 0; round < 6; ++round) {
       MPI_Barrier(MPI_COMM_WORLD);
@@ -86,32 +111,8 @@ void sums_do_not_depend_on_the_threads_modes() {
   });
 }
 
-void engines_have_a_name_and_take_no_signals() {
-  with_engine([](Engine& engine) {
-    Call served(Kind::barrier,
-                "");  // so the thread runs: while it starts, it takes no signal at all
-    served.submit(engine);
-    served.expect_ok();
-    int found = 0;
-    for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
-      std::string name, line;
-      std::getline(std::ifstream(task.path() / "comm"), name);
-      if (name != "hvd set 0") continue;
-      ++found;
-      std::ifstream status(task.path() / "status");
-      while (std::getline(status, line) && line.compare(0, 7, "SigBlk:") != 0) {
-      }
-      const uint64_t blocked = std::stoull(line.substr(7), nullptr, 16);
-      for (const int signal : {SIGALRM, SIGCHLD, SIGINT, SIGPROF, SIGTERM, SIGUSR1})
-        CHECK(blocked >> (signal - 1) & 1);
-      for (const int signal : {SIGBUS, SIGFPE, SIGSEGV}) CHECK(!(blocked >> (signal - 1) & 1));
-    }
-    CHECK_EQ(found, 1);
-  });
-}
-
 // A signal that comes while memory is reserved does not mean that there is none.
-void signals_do_not_take_memory_away() {
+TEST(signals_do_not_take_memory_away) {
   std::vector<int> ranks(size);
   std::iota(ranks.begin(), ranks.end(), 0);
   const std::vector<SharedMemory::Area> areas(2, {1 << 20, 4096});
@@ -124,9 +125,32 @@ void signals_do_not_take_memory_away() {
   memory.barrier([](double, const Missing&) { return std::string(); });
 }
 
+// A second request may come at any moment of a negotiation about the first. If the ranks missed it,
+// they would wait for their next report, hundreds of times as long as a pair in one order takes.
+TEST(orders_that_cross_cost_no_waits) {
+  with_engine([](Engine& engine) {
+    const auto seconds = [&](bool crosses) {
+      const auto start = Clock::now();
+      for (int i = 0; i < 400; ++i) {
+        std::deque<Call> pair;
+        for (const char* name : {"a", "b"})
+          pair.emplace_back(Kind::allreduce, name).add(DType::float32, {16});
+        const size_t first = crosses && rank % 2;
+        pair[first].submit(engine);
+        for (const auto now = Clock::now(); seconds_since(now) < i % 40 * 5e-6;) continue;
+        pair[1 - first].submit(engine);
+        for (Call& call : pair) call.expect_sum();
+      }
+      return seconds_since(start);
+    };
+    const double straight = seconds(false), crossed = seconds(true);
+    CHECK_EQ(crossed > 8 * straight, false);
+  });
+}
+
 // What an abort leaves under way uses memory that is no longer valid, so MPI must not work for the
-// process's other sets either, not even once.
-void after_an_abort_no_set_calls_mpi() {
+// process's other sets either, not even once. Last: it is for ever.
+TEST(after_an_abort_no_set_calls_mpi) {
   std::vector<int> ranks(size);
   std::iota(ranks.begin(), ranks.end(), 0);
   // For ever: with messages under way.
@@ -151,43 +175,7 @@ void after_an_abort_no_set_calls_mpi() {
   CHECK_EQ(broadcasts, 1);
 }
 
-// A second request may come at any moment of a negotiation about the first. If the ranks missed it,
-// they would wait for their next report, hundreds of times as long as a pair in one order takes.
-void orders_that_cross_cost_no_waits() {
-  with_engine([](Engine& engine) {
-    const auto seconds = [&](bool crosses) {
-      const auto start = Clock::now();
-      for (int i = 0; i < 400; ++i) {
-        std::deque<Call> pair;
-        for (const char* name : {"a", "b"})
-          pair.emplace_back(Kind::allreduce, name).add(DType::float32, {16});
-        const size_t first = crosses && rank % 2;
-        pair[first].submit(engine);
-        for (const auto now = Clock::now(); seconds_since(now) < i % 40 * 5e-6;) continue;
-        pair[1 - first].submit(engine);
-        for (Call& call : pair) call.expect_sum();
-      }
-      return seconds_since(start);
-    };
-    const double straight = seconds(false), crossed = seconds(true);
-    CHECK_EQ(crossed > 8 * straight, false);
-  });
-}
-
 }  // namespace
 }  // namespace hvd
 
-int main(int argc, char** argv) {
-  using namespace hvd;
-  return test::run_with_mpi(
-      argc, argv,
-      {
-          // First: an ended thread keeps its name for a moment, and takes no signal at all.
-          {"engines have a name and take no signals", engines_have_a_name_and_take_no_signals},
-          {"sums do not depend on the threads' modes", sums_do_not_depend_on_the_threads_modes},
-          {"signals do not take memory away", signals_do_not_take_memory_away},
-          {"orders that cross cost no waits", orders_that_cross_cost_no_waits},
-          // Last: it is for ever.
-          {"after an abort no set calls MPI", after_an_abort_no_set_calls_mpi},
-      });
-}
+int main(int argc, char** argv) { return hvd::test::run_with_mpi(argc, argv); }

@@ -40,72 +40,64 @@ class Failing : public test::ThreadTransport {
   const std::string method_;
 };
 
-void an_error_of_one_rank_ends_all() {
+TEST(an_error_of_one_rank_ends_all) {
   Settings settings;
   settings.mismatch_seconds = 0.2;  // until the ranks gather what they wait for
   for (const char* method : {"agree", "agree to run", "agree at once", "gather", "run"}) {
     test::context = method;
     const auto hub = std::make_shared<test::Hub>(kRanks, 1e9);
-    std::vector<std::thread> threads;
-    for (int rank = 0; rank < kRanks; ++rank) {
-      threads.emplace_back([&, rank] {
-        Engine engine(std::make_unique<Failing>(hub, rank, rank == 1 ? method : ""), settings);
-        // Until the engine's thread waits for requests.
-        std::this_thread::sleep_for(std::chrono::milliseconds(20));
-        // A barrier is not served at once; different requests are negotiated.
-        std::deque<Call> calls;
-        calls.emplace_back(Kind::allreduce, "fails", std::vector<float>{1});
-        calls.emplace_back(Kind::barrier, "");
-        calls.emplace_back(Kind::allgather, "of " + std::to_string(rank), std::vector<float>{1});
-        Status status;
-        for (Call& call : calls) {
-          call.submit(engine);
-          if (status = call.wait(); !status.ok()) break;
-        }
-        if (method == std::string("agree")) leave(engine, "");
-        if (method != std::string("agree")) {
-          CHECK_EQ(status.code, Code::deadline_exceeded);
-          CHECK_CONTAINS(status.message, "rank 1 cannot go on: std::bad_alloc");
-        }
-        CHECK_EQ(leave(engine, ""), LeaveResult::aborted);
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
+    test::in_threads(kRanks, [&](int rank) {
+      Engine engine(std::make_unique<Failing>(hub, rank, rank == 1 ? method : ""), settings);
+      // Until the engine's thread waits for requests.
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      // A barrier is not served at once; different requests are negotiated.
+      std::deque<Call> calls;
+      calls.emplace_back(Kind::allreduce, "fails", std::vector<float>{1});
+      calls.emplace_back(Kind::barrier, "");
+      calls.emplace_back(Kind::allgather, "of " + std::to_string(rank), std::vector<float>{1});
+      Status status;
+      for (Call& call : calls) {
+        call.submit(engine);
+        if (status = call.wait(); !status.ok()) break;
+      }
+      if (method == std::string("agree")) leave(engine, "");
+      if (method != std::string("agree")) {
+        CHECK_EQ(status.code, Code::deadline_exceeded);
+        CHECK_CONTAINS(status.message, "rank 1 cannot go on: std::bad_alloc");
+      }
+      CHECK_EQ(leave(engine, ""), LeaveResult::aborted);
+    });
   }
 }
 
 // Ranks 1 and 2 have a set of their own. When it is aborted, that of all ranks is, too.
-void an_abort_ends_all_sets() {
+TEST(an_abort_ends_all_sets) {
   Settings settings;
   settings.timeout_seconds = settings.first_timeout_seconds = 0.3;
   const auto all = std::make_shared<test::Hub>(kRanks), some = std::make_shared<test::Hub>(2);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < kRanks; ++rank) {
-    threads.emplace_back([&, rank] {
-      const auto recorder = std::make_shared<Recorder>();
-      Engine of_all(std::make_unique<test::ThreadTransport>(all, rank), {}, recorder);
-      if (rank > 0) {
-        Engine of_some(std::make_unique<test::ThreadTransport>(some, rank - 1), settings, recorder,
-                       1);
-        if (rank == 2) std::this_thread::sleep_for(std::chrono::milliseconds(600));
-        Call late(Kind::allreduce, "late", {1});
-        late.submit(of_some);
-        CHECK_EQ(late.wait().code, Code::deadline_exceeded);
-        CHECK_EQ(leave(of_some, ""), LeaveResult::aborted);
-      }
-      Call next(Kind::allreduce, "next", {1});
-      next.submit(of_all);
-      const Status status = next.wait();
-      CHECK_EQ(status.code, Code::deadline_exceeded);
-      CHECK_CONTAINS(status.message, "waits for allreduce 'late'");
-      CHECK_EQ(leave(of_all, ""), LeaveResult::aborted);
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  test::in_threads(kRanks, [&](int rank) {
+    const auto recorder = std::make_shared<Recorder>();
+    Engine of_all(std::make_unique<test::ThreadTransport>(all, rank), {}, recorder);
+    if (rank > 0) {
+      Engine of_some(std::make_unique<test::ThreadTransport>(some, rank - 1), settings, recorder,
+                     1);
+      if (rank == 2) std::this_thread::sleep_for(std::chrono::milliseconds(600));
+      Call late(Kind::allreduce, "late", {1});
+      late.submit(of_some);
+      CHECK_EQ(late.wait().code, Code::deadline_exceeded);
+      CHECK_EQ(leave(of_some, ""), LeaveResult::aborted);
+    }
+    Call next(Kind::allreduce, "next", {1});
+    next.submit(of_all);
+    const Status status = next.wait();
+    CHECK_EQ(status.code, Code::deadline_exceeded);
+    CHECK_CONTAINS(status.message, "waits for allreduce 'late'");
+    CHECK_EQ(leave(of_all, ""), LeaveResult::aborted);
+  });
 }
 
 // A framework's thread may be in done() for long after the script has seen the result.
-void an_engine_ends_after_those_who_submit() {
+TEST(an_engine_ends_after_those_who_submit) {
   const auto hub = std::make_shared<test::Hub>(1);
   const auto engine =
       std::make_shared<Engine>(std::make_unique<test::ThreadTransport>(hub, 0), Settings());
@@ -132,11 +124,4 @@ void an_engine_ends_after_those_who_submit() {
 }  // namespace
 }  // namespace hvd
 
-int main() {
-  using namespace hvd;
-  return test::run({
-      {"an error of one rank ends all", an_error_of_one_rank_ends_all},
-      {"an abort ends all sets", an_abort_ends_all_sets},
-      {"an engine ends after those who submit", an_engine_ends_after_those_who_submit},
-  });
-}
+int main() { return hvd::test::run(); }

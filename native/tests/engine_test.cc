@@ -23,7 +23,7 @@ constexpr int64_t kSizes[] = {
     0,       1,    2,     5,    2048, 2049, 4095, 4096, 4097, (1 << 20) - 1, 1 << 20, (1 << 20) + 1,
     9 << 18, 8191, 16384, 16385};
 
-void allreduce_of_all_sizes() {
+TEST(allreduce_of_all_sizes) {
   with_engine([](Engine& engine) {
     for (const int64_t n : kSizes) {
       Call call(Kind::allreduce, numbered("size ", n));
@@ -33,7 +33,7 @@ void allreduce_of_all_sizes() {
   });
 }
 
-void allreduce_of_several_tensors() {
+TEST(allreduce_of_several_tensors) {
   with_engine([](Engine& engine) {
     Call call(Kind::allreduce, "several");
     for (const int64_t n : kSizes) call.add(DType::float32, {n});
@@ -47,7 +47,7 @@ void allreduce_of_several_tensors() {
   });
 }
 
-void allreduce_of_mixed_dtypes() {
+TEST(allreduce_of_mixed_dtypes) {
   with_engine([](Engine& engine) {
     Call call(Kind::allreduce, "mixed");
     for (const int64_t n : {3, 5000, 0, 1}) {
@@ -61,7 +61,7 @@ void allreduce_of_mixed_dtypes() {
   });
 }
 
-void allreduce_with_all_reductions() {
+TEST(allreduce_with_all_reductions) {
   with_engine([](Engine& engine) {
     for (const int64_t n : {int64_t{7}, int64_t{5000}}) {
       const auto start = [&](Call& call, Reduction reduction, std::vector<DType> dtypes) {
@@ -111,7 +111,7 @@ void allreduce_with_all_reductions() {
 }
 
 // Values that neither float16 nor bfloat16 hold, of every size and dtype.
-void allreduce_of_rounded_tensors() {
+TEST(allreduce_of_rounded_tensors) {
   const bool grid = test::transport == "grid" && size > 1;
   const bool hosts_are_one = !grid && (test::transport.substr(0, 7) != "cluster" || size <= 2);
   with_engine([grid, hosts_are_one](Engine& engine) {
@@ -163,7 +163,7 @@ void allreduce_of_rounded_tensors() {
   });
 }
 
-void allreduce_in_place() {
+TEST(allreduce_in_place) {
   with_engine([](Engine& engine) {
     Call call(Kind::allreduce, "in place");
     call.in_place = true;
@@ -173,7 +173,7 @@ void allreduce_in_place() {
 }
 
 // Rank r gives (r + extra) rows, so that a rank may give none.
-void allgather_of_different_rows() {
+TEST(allgather_of_different_rows) {
   with_engine([](Engine& engine) {
     const int64_t extras[] = {0, 1, 100000};
     Call call(Kind::allgather, "rows");
@@ -200,7 +200,7 @@ void allgather_of_different_rows() {
   });
 }
 
-void allgather_without_memory_on_one_rank() {
+TEST(allgather_without_memory_on_one_rank) {
   with_engine([](Engine& engine) {
     Call call(Kind::allgather, "big");
     call.refuse_memory = rank == size - 1;
@@ -217,7 +217,7 @@ void allgather_without_memory_on_one_rank() {
   });
 }
 
-void broadcast_from_every_root() {
+TEST(broadcast_from_every_root) {
   with_engine([](Engine& engine) {
     for (int root = 0; root < size; ++root) {
       for (const bool in_place : {false, true}) {
@@ -237,7 +237,7 @@ void broadcast_from_every_root() {
 }
 
 // Each rank begins elsewhere in the list; sizes differ by name, so that a mix-up is seen.
-void every_order_completes() {
+TEST(every_order_completes) {
   with_engine([](Engine& engine) {
     constexpr int kCount = 12;
     for (int round = 0; round < 10; ++round) {
@@ -261,7 +261,7 @@ void every_order_completes() {
 }
 
 // The same name again before the first is done: the k-th of one rank is the k-th of the others.
-void equal_names_keep_their_order() {
+TEST(equal_names_keep_their_order) {
   with_engine([](Engine& engine) {
     std::deque<Call> calls;
     for (int i = 0; i < 6; ++i) {
@@ -285,7 +285,7 @@ void expect_refused_everywhere(Engine& engine, Call& call,
   next.expect_sum();
 }
 
-void disagreements_fail_on_every_rank() {
+TEST(disagreements_fail_on_every_rank) {
   with_engine([](Engine& engine) {
     Call shape(Kind::allreduce, "shape");
     shape.add(DType::float32, {rank + 1, 2});
@@ -334,7 +334,7 @@ void disagreements_fail_on_every_rank() {
 }
 
 // What one rank cannot run fails on all, at once.
-void impossible_requests_fail_on_every_rank() {
+TEST(impossible_requests_fail_on_every_rank) {
   with_engine([](Engine& engine) {
     const bool last = rank == size - 1;
     Call call(Kind::broadcast, "impossible");
@@ -352,29 +352,25 @@ void impossible_requests_fail_on_every_rank() {
   });
 }
 
-void threads_submit_at_once() {
+TEST(threads_submit_at_once) {
   with_engine([](Engine& engine) {
-    std::vector<std::thread> threads;
-    for (int t = 0; t < 4; ++t) {
-      threads.emplace_back([&engine, t] {
-        std::deque<Call> calls;
-        for (int i = 0; i < 40; ++i) {
-          calls.emplace_back(Kind::allreduce,
-                             "thread " + std::to_string(t) + "." + std::to_string(i));
-          calls.back().add(DType::float32, {1 + t + i}).add(DType::int32, {t}).submit(engine);
-          if (i % 4 == t) calls.back().expect_sum();
-        }
-        for (int i = 0; i < 40; ++i) {
-          if (i % 4 != t) calls[i].expect_sum();
-        }
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
+    test::in_threads(4, [&](int t) {
+      std::deque<Call> calls;
+      for (int i = 0; i < 40; ++i) {
+        calls.emplace_back(Kind::allreduce,
+                           "thread " + std::to_string(t) + "." + std::to_string(i));
+        calls.back().add(DType::float32, {1 + t + i}).add(DType::int32, {t}).submit(engine);
+        if (i % 4 == t) calls.back().expect_sum();
+      }
+      for (int i = 0; i < 40; ++i) {
+        if (i % 4 != t) calls[i].expect_sum();
+      }
+    });
   });
 }
 
 // As TensorFlow does it, whose next op may start within done().
-void done_may_submit_the_next() {
+TEST(done_may_submit_the_next) {
   with_engine([](Engine& engine) {
     std::deque<Call> calls;
     for (int i = 0; i < 5; ++i) {
@@ -389,7 +385,7 @@ void done_may_submit_the_next() {
   });
 }
 
-void agreements_tell_who_waited_least() {
+TEST(agreements_tell_who_waited_least) {
   std::vector<int> ranks(size);
   std::iota(ranks.begin(), ranks.end(), 0);
   const auto transport = test::new_transport(MPI_COMM_WORLD, ranks);
@@ -413,7 +409,7 @@ void agreements_tell_who_waited_least() {
   }
 }
 
-void two_engines_do_not_interfere() {
+TEST(two_engines_do_not_interfere) {
   const auto a = test::new_engine();
   const auto b = test::new_engine();
   Call in_a(Kind::allreduce, "same name"), in_b(Kind::allreduce, "same name");
@@ -429,7 +425,7 @@ void two_engines_do_not_interfere() {
 }
 
 // float16 ends at 65504. A sum of the ranks of one host would be beyond that, their average is not.
-void averages_of_large_float16() {
+TEST(averages_of_large_float16) {
   with_engine([](Engine& engine) {
     const auto term = [](int r, size_t, int64_t i) { return 60000 - 64 * r - 1024 * (i % 3); };
     const auto mean = [&](size_t tensor, int64_t i) {
@@ -457,28 +453,4 @@ void averages_of_large_float16() {
 }  // namespace
 }  // namespace hvd
 
-int main(int argc, char** argv) {
-  using namespace hvd;
-  return test::run_with_mpi(
-      argc, argv,
-      {
-          {"allreduce of all sizes", allreduce_of_all_sizes},
-          {"allreduce of several tensors", allreduce_of_several_tensors},
-          {"allreduce of mixed dtypes", allreduce_of_mixed_dtypes},
-          {"allreduce with all reductions", allreduce_with_all_reductions},
-          {"allreduce of rounded tensors", allreduce_of_rounded_tensors},
-          {"allreduce in place", allreduce_in_place},
-          {"allgather of different rows", allgather_of_different_rows},
-          {"allgather without memory on one rank", allgather_without_memory_on_one_rank},
-          {"broadcast from every root", broadcast_from_every_root},
-          {"every order completes", every_order_completes},
-          {"equal names keep their order", equal_names_keep_their_order},
-          {"disagreements fail on every rank", disagreements_fail_on_every_rank},
-          {"impossible requests fail on every rank", impossible_requests_fail_on_every_rank},
-          {"threads submit at once", threads_submit_at_once},
-          {"done may submit the next", done_may_submit_the_next},
-          {"agreements tell who waited least", agreements_tell_who_waited_least},
-          {"two engines do not interfere", two_engines_do_not_interfere},
-          {"averages of large float16", averages_of_large_float16},
-      });
-}
+int main(int argc, char** argv) { return hvd::test::run_with_mpi(argc, argv); }

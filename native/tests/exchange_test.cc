@@ -15,7 +15,7 @@ using test::value;
 using test::with_engine;
 
 // Rank r sends (r + 2 * to + extra) rows to each rank: not as many as it gets.
-void alltoall_of_different_rows() {
+TEST(alltoall_of_different_rows) {
   with_engine([](Engine& engine) {
     for (const int64_t extra : {0, 3, 70000}) {
       const auto rows = [&](int from, int to) { return from + 2 * to + extra; };
@@ -46,7 +46,7 @@ void alltoall_of_different_rows() {
   });
 }
 
-void bad_splits_fail_on_every_rank() {
+TEST(bad_splits_fail_on_every_rank) {
   with_engine([](Engine& engine) {
     std::vector<int64_t> splits(size, 1);
     if (rank == size - 1) splits[0] = 5;
@@ -61,7 +61,7 @@ void bad_splits_fail_on_every_rank() {
 }
 
 // Rows that do not divide: the first ranks get one more.
-void reducescatter_of_all_sizes() {
+TEST(reducescatter_of_all_sizes) {
   with_engine([](Engine& engine) {
     for (const int64_t rows : {0, 1, 2, 7, 60001}) {
       for (const Reduction reduction : {Reduction::sum, Reduction::average}) {
@@ -85,7 +85,7 @@ void reducescatter_of_all_sizes() {
 }
 
 // On its root, the bits of an allreduce, whichever way tensors of a size travel.
-void a_reduce_gives_its_root_the_bits_of_an_allreduce() {
+TEST(a_reduce_gives_its_root_the_bits_of_an_allreduce) {
   if (test::nccl_sums()) return;
   with_engine([](Engine& engine) {
     for (const int64_t n : {1, 5, 3000, 20'011, 700'001}) {
@@ -117,7 +117,7 @@ void a_reduce_gives_its_root_the_bits_of_an_allreduce() {
   });
 }
 
-void nobody_passes_a_barrier_alone() {
+TEST(nobody_passes_a_barrier_alone) {
   with_engine([](Engine& engine) {
     const bool last = rank == size - 1;
     MPI_Barrier(MPI_COMM_WORLD);  // the last is late for the barrier, not the others for the test
@@ -159,7 +159,7 @@ std::vector<double> adasum_of(std::vector<std::vector<double>> vectors) {
   return vectors[0];
 }
 
-void adasum_of_several_tensors() {
+TEST(adasum_of_several_tensors) {
   with_engine([](Engine& engine) {
     Call call(Kind::allreduce, "adasum");
     call.request.reduction = Reduction::adasum;
@@ -190,7 +190,7 @@ void adasum_of_several_tensors() {
 
 // Sums that depend on the order of their terms.
 // NCCL rounds factors to the dtype.
-void a_factor_that_float16_cannot_hold() {
+TEST(a_factor_that_float16_cannot_hold) {
   with_engine([](Engine& engine) {
     Call call(Kind::allreduce, "small factor");
     call.request.prescale = 1e-8;
@@ -202,7 +202,7 @@ void a_factor_that_float16_cannot_hold() {
   });
 }
 
-void both_transports_give_the_same_bits() {
+TEST(both_transports_give_the_same_bits) {
   const auto outputs = [](const std::string& transport) {
     const std::string before = std::exchange(test::transport, transport);
     std::vector<std::vector<char>> outputs;
@@ -232,7 +232,7 @@ void both_transports_give_the_same_bits() {
 
 // Nor on whether tensors travelled with the proposals: those that came with unequal ones are not
 // used.
-void bits_do_not_depend_on_the_order_of_requests() {
+TEST(bits_do_not_depend_on_the_order_of_requests) {
   if (test::nccl_sums()) return;
   with_engine([](Engine& engine) {
     constexpr int kCount = 6;
@@ -263,7 +263,7 @@ void bits_do_not_depend_on_the_order_of_requests() {
 }
 
 // Of sums that depend on the order of their terms.
-void a_reducescatter_gives_the_bits_of_an_allreduce() {
+TEST(a_reducescatter_gives_the_bits_of_an_allreduce) {
   // Those of NCCL and of a grid of hosts are added in another order.
   if (test::nccl_sums() || test::transport == "grid") return;
   with_engine([](Engine& engine) {
@@ -290,7 +290,7 @@ void a_reducescatter_gives_the_bits_of_an_allreduce() {
 }
 
 // Rank r has r % 3 * 30000 rows, and one more.
-void allgather_of_different_rows() {
+TEST(allgather_of_different_rows) {
   with_engine([](Engine& engine) {
     const auto rows = [](int r) { return r % 3 * 30000 + 1; };
     Call call(Kind::allgather, "rows");
@@ -313,7 +313,7 @@ void allgather_of_different_rows() {
 }
 
 // Rank r takes r steps and joins; the others go on without it.
-void ranks_that_have_joined_give_neutral_values() {
+TEST(ranks_that_have_joined_give_neutral_values) {
   with_engine([](Engine& engine) {
     for (int step = 0; step < rank; ++step) {
       const std::string number = std::to_string(step);
@@ -360,7 +360,7 @@ void ranks_that_have_joined_give_neutral_values() {
   });
 }
 
-void the_last_to_join_is_known_to_all() {
+TEST(the_last_to_join_is_known_to_all) {
   with_engine([](Engine& engine) {
     for (int last = 0; last < size; ++last) {
       if (rank == last && size > 1) {
@@ -379,7 +379,7 @@ void the_last_to_join_is_known_to_all() {
 }
 
 // Engines on communicators of neighbours, which overlap, beside one of all.
-void sets_work_independently() {
+TEST(sets_work_independently) {
   MPI_Group all;
   MPI_Comm_group(MPI_COMM_WORLD, &all);
   std::vector<std::unique_ptr<Engine>> engines;
@@ -426,7 +426,7 @@ void sets_work_independently() {
 }
 
 // More bytes than an MPI count can name: 2^31 + 4097 of the last rank, to all.
-void beyond_two_gibibytes() {
+TEST(beyond_two_gibibytes) {
   // It is the same on more ranks, and they would not fit; of a GPU it would be the host's memory.
   if (size != 2 || test::device) return;
   with_engine([](Engine& engine) {
@@ -458,29 +458,4 @@ void beyond_two_gibibytes() {
 }  // namespace
 }  // namespace hvd
 
-int main(int argc, char** argv) {
-  using namespace hvd;
-  return test::run_with_mpi(
-      argc, argv,
-      {
-          {"alltoall of different rows", alltoall_of_different_rows},
-          {"bad splits fail on every rank", bad_splits_fail_on_every_rank},
-          {"reducescatter of all sizes", reducescatter_of_all_sizes},
-          {"bits do not depend on the order of requests",
-           bits_do_not_depend_on_the_order_of_requests},
-          {"a reducescatter gives the bits of an allreduce",
-           a_reducescatter_gives_the_bits_of_an_allreduce},
-          {"a reduce gives its root the bits of an allreduce",
-           a_reduce_gives_its_root_the_bits_of_an_allreduce},
-          {"allgather of different rows", allgather_of_different_rows},
-          {"nobody passes a barrier alone", nobody_passes_a_barrier_alone},
-          {"adasum of several tensors", adasum_of_several_tensors},
-          {"a factor that float16 cannot hold", a_factor_that_float16_cannot_hold},
-          {"both transports give the same bits", both_transports_give_the_same_bits},
-          {"ranks that have joined give neutral values",
-           ranks_that_have_joined_give_neutral_values},
-          {"the last to join is known to all", the_last_to_join_is_known_to_all},
-          {"sets work independently", sets_work_independently},
-          {"beyond two gibibytes", beyond_two_gibibytes},
-      });
-}
+int main(int argc, char** argv) { return hvd::test::run_with_mpi(argc, argv); }

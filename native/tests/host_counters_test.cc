@@ -28,16 +28,12 @@ void on_all_ranks(int ranks_per_core, const std::function<void(HostCounters&, in
   memory = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
   std::fill_n(static_cast<char*>(memory), bytes, '\0');
   *static_cast<char*>(memory) = first;
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank) {
-    threads.emplace_back([&, rank] {
-      std::vector<int> ranks(size);
-      std::iota(ranks.begin(), ranks.end(), 10);  // in the job
-      HostCounters counters(memory, rank, ranks, ranks_per_core);
-      body(counters, rank);
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  test::in_threads(size, [&](int rank) {
+    std::vector<int> ranks(size);
+    std::iota(ranks.begin(), ranks.end(), 10);  // in the job
+    HostCounters counters(memory, rank, ranks, ranks_per_core);
+    body(counters, rank);
+  });
   std::free(memory);
 }
 
@@ -71,13 +67,13 @@ void what_was_written_before_is_seen(int ranks_per_core, int size = kRanks,
 }
 
 // Who waits for long sleeps in both.
-void spinning_ranks_see_what_was_written() { what_was_written_before_is_seen(1); }
-void yielding_ranks_see_what_was_written() { what_was_written_before_is_seen(2); }
-void many_ranks_see_what_was_written() { what_was_written_before_is_seen(2, kManyRanks, 200); }
+TEST(spinning_ranks_see_what_was_written) { what_was_written_before_is_seen(1); }
+TEST(yielding_ranks_see_what_was_written) { what_was_written_before_is_seen(2); }
+TEST(many_ranks_see_what_was_written) { what_was_written_before_is_seen(2, kManyRanks, 200); }
 
 // One that stops between its own counter and that of its group; as a rank without groups, it has
 // none of the latter.
-void a_rank_that_stops_does_not_stop_the_others() {
+TEST(a_rank_that_stops_does_not_stop_the_others) {
   const auto body = [](HostCounters& counters, int rank) {
     if (rank == 3) {
       HostCounters(memory, rank, {0, 1, 2, 3}, 2).advance(HostCounters::arrived, 1);
@@ -94,7 +90,7 @@ void a_rank_that_stops_does_not_stop_the_others() {
 }
 
 // A rank that waits for either of two counters goes on with the first that comes.
-void any_target_ends_a_wait() {
+TEST(any_target_ends_a_wait) {
   on_all_ranks(2, [&](HostCounters& counters, int rank) {
     HostCounters::Targets targets = HostCounters::kNone;
     targets[HostCounters::packed] = targets[HostCounters::reduced] = 1;
@@ -107,7 +103,7 @@ void any_target_ends_a_wait() {
 }
 
 // Only the last to come wakes the others: they look no more often than their looks are apart.
-void nobody_is_woken_in_vain() {
+TEST(nobody_is_woken_in_vain) {
   on_all_ranks(2, [&](HostCounters& counters, int rank) {
     for (uint64_t round = 1; round <= 20; ++round) {
       HostCounters::Targets targets = HostCounters::kNone;
@@ -124,7 +120,7 @@ void nobody_is_woken_in_vain() {
   });
 }
 
-void the_deadline_names_who_is_missing_and_reaches_all() {
+TEST(the_deadline_names_who_is_missing_and_reaches_all) {
   on_all_ranks(2, [&](HostCounters& counters, int rank) {
     HostCounters::Targets targets = HostCounters::kNone;
     targets[HostCounters::packed] = 1;
@@ -142,7 +138,7 @@ void the_deadline_names_who_is_missing_and_reaches_all() {
   });
 }
 
-void a_rank_killed_while_it_aborts_does_not_stop_the_others() {
+TEST(a_rank_killed_while_it_aborts_does_not_stop_the_others) {
   constexpr char kWritesTheReason = 1;
   const auto abort_too = [](HostCounters& counters, int rank) {
     try {
@@ -158,18 +154,4 @@ void a_rank_killed_while_it_aborts_does_not_stop_the_others() {
 }  // namespace
 }  // namespace hvd
 
-int main() {
-  using namespace hvd;
-  return test::run({
-      {"spinning ranks see what was written", spinning_ranks_see_what_was_written},
-      {"yielding ranks see what was written", yielding_ranks_see_what_was_written},
-      {"many ranks see what was written", many_ranks_see_what_was_written},
-      {"a rank that stops does not stop the others", a_rank_that_stops_does_not_stop_the_others},
-      {"any target ends a wait", any_target_ends_a_wait},
-      {"nobody is woken in vain", nobody_is_woken_in_vain},
-      {"the deadline names who is missing and reaches all",
-       the_deadline_names_who_is_missing_and_reaches_all},
-      {"a rank killed while it aborts does not stop the others",
-       a_rank_killed_while_it_aborts_does_not_stop_the_others},
-  });
-}
+int main() { return hvd::test::run(); }

@@ -25,15 +25,11 @@ void on_all_ranks(const Settings& settings, const std::function<void(Engine&, in
   const std::unique_ptr<char, void (*)(void*)> memory(
       static_cast<char*>(std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096)), std::free);
   std::memset(memory.get(), 0, bytes);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < kRanks; ++rank) {
-    threads.emplace_back([&, rank] {
-      auto none = std::make_unique<test::ThreadTransport>(hub, rank);
-      Engine engine(std::make_unique<HostTransport>(memory.get(), std::move(none)), settings);
-      body(engine, rank);
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  test::in_threads(kRanks, [&](int rank) {
+    auto none = std::make_unique<test::ThreadTransport>(hub, rank);
+    Engine engine(std::make_unique<HostTransport>(memory.get(), std::move(none)), settings);
+    body(engine, rank);
+  });
 }
 
 std::vector<float> values(int rank, size_t count, int seed) {
@@ -66,7 +62,7 @@ class Pauses {
 };
 
 // From those that travel with the proposals to those of many chunks; one after another, and queued.
-void sums_of_all_sizes() {
+TEST(sums_of_all_sizes) {
   constexpr size_t kSizes[] = {1, 100, 4000, 5000, 20000, 150000, 700000};
   on_all_ranks({}, [&](Engine& engine, int rank) {
     Pauses pauses(rank);
@@ -91,7 +87,7 @@ void sums_of_all_sizes() {
 }
 
 // In between, the same slots serve barriers instead of chunks.
-void other_collectives_between_sums() {
+TEST(other_collectives_between_sums) {
   on_all_ranks({}, [](Engine& engine, int rank) {
     Pauses pauses(rank);
     for (int round = 0; round < 10; ++round) {
@@ -128,7 +124,7 @@ void other_collectives_between_sums() {
 }
 
 // A rank gives up in the middle of large sums; nobody waits for ever.
-void an_abort_reaches_all() {
+TEST(an_abort_reaches_all) {
   Settings settings;
   settings.timeout_seconds = settings.first_timeout_seconds = 0.5;
   on_all_ranks(settings, [](Engine& engine, int rank) {
@@ -152,11 +148,4 @@ void an_abort_reaches_all() {
 }  // namespace
 }  // namespace hvd
 
-int main() {
-  using namespace hvd;
-  return test::run({
-      {"sums of all sizes", sums_of_all_sizes},
-      {"other collectives between sums", other_collectives_between_sums},
-      {"an abort reaches all", an_abort_reaches_all},
-  });
-}
+int main() { return hvd::test::run(); }

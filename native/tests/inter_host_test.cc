@@ -60,7 +60,7 @@ struct Exchange {
   std::unique_ptr<InterHostExchange> work;
 };
 
-void all_dtypes_and_lengths() {
+TEST(all_dtypes_and_lengths) {
   for (int hosts = 2; hosts <= size; ++hosts) {
     MPI_Comm some;
     MPI_Comm_split(MPI_COMM_WORLD, rank < hosts ? 0 : MPI_UNDEFINED, rank, &some);
@@ -94,7 +94,7 @@ void all_dtypes_and_lengths() {
   }
 }
 
-void many_hosts_form_a_grid() {
+TEST(many_hosts_form_a_grid) {
   CHECK_EQ(algorithm_for(Allreduce::automatic, 31), Allreduce::direct);
   CHECK_EQ(algorithm_for(Allreduce::automatic, 32), Allreduce::grid);
   CHECK_EQ(algorithm_for(Allreduce::direct, 1000), Allreduce::direct);
@@ -107,9 +107,4 @@ void many_hosts_form_a_grid() {
 }  // namespace
 }  // namespace hvd
 
-int main(int argc, char** argv) {
-  return hvd::test::run_with_mpi(
-      argc, argv,
-      {{"all dtypes and lengths between any number of hosts", hvd::all_dtypes_and_lengths},
-       {"many hosts form a grid", hvd::many_hosts_form_a_grid}});
-}
+int main(int argc, char** argv) { return hvd::test::run_with_mpi(argc, argv); }

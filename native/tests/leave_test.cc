@@ -24,7 +24,7 @@ void expect_sum_of(Engine& engine, const std::string& name) {
   call.expect_sum();
 }
 
-void together_when_all_leave() {
+TEST(together_when_all_leave) {
   const auto engine = test::new_engine();
   expect_sum_of(*engine, "before");
   CHECK_EQ(test::leave(*engine, "it called hvd.shutdown()", 60), LeaveResult::all_left);
@@ -35,12 +35,12 @@ void together_when_all_leave() {
   CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::all_left);  // again, at once
 }
 
-void together_when_nothing_was_ever_submitted() {
+TEST(together_when_nothing_was_ever_submitted) {
   const auto engine = test::new_engine();
   CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::all_left);
 }
 
-void who_leaves_early_fails_the_others_requests() {
+TEST(who_leaves_early_fails_the_others_requests) {
   const auto engine = test::new_engine();
   expect_sum_of(*engine, "before");
   if (size == 1) {
@@ -67,7 +67,7 @@ void who_leaves_early_fails_the_others_requests() {
 }
 
 // Each rank pairs off what the leaving rank has submitted, in whatever order, before it is gone.
-void who_leaves_is_served_first() {
+TEST(who_leaves_is_served_first) {
   const auto engine = test::new_engine();
   Call a(Kind::allreduce, "a"), b(Kind::allreduce, "b");
   a.add(DType::float32, {4});
@@ -86,7 +86,7 @@ void who_leaves_is_served_first() {
 }
 
 // A rank that leaves with a request nobody shares fails with it.
-void leaving_ranks_own_requests_fail_too() {
+TEST(leaving_ranks_own_requests_fail_too) {
   const auto engine = test::new_engine();
   Call call(Kind::allreduce, "of rank " + std::to_string(rank));
   call.add(DType::float32, {4}).submit(*engine);
@@ -101,7 +101,7 @@ void leaving_ranks_own_requests_fail_too() {
   if (rank != 0) CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::peer_left);
 }
 
-void no_answer_in_time_and_all_leave_later() {
+TEST(no_answer_in_time_and_all_leave_later) {
   const auto engine = test::new_engine();
   if (size > 1 && rank == 0) {
     const auto start = std::chrono::steady_clock::now();
@@ -142,7 +142,7 @@ class Share {
 };
 
 // The last rank comes two seconds late. The others wait to agree with it; it has nothing to do.
-void waiting_burns_no_core() {
+TEST(waiting_burns_no_core) {
   Settings settings;
   settings.stall_warning_seconds = 0.5;
   const auto engine = test::new_engine(settings);
@@ -156,7 +156,7 @@ void waiting_burns_no_core() {
 }
 
 // All ranks have submitted, but different things: they compare again and again.
-void disagreeing_burns_no_core() {
+TEST(disagreeing_burns_no_core) {
   const auto engine = test::new_engine();
   expect_sum_of(*engine, "before");
   MPI_Barrier(MPI_COMM_WORLD);
@@ -182,50 +182,8 @@ std::unique_ptr<Engine> engine_with_deadline(double seconds) {
   return engine;
 }
 
-// One rank never submits what the others wait for: they learn its name, all in the same text, and
-// so does it when it comes.
-void the_deadline_names_who_is_missing() {
-  auto engine = engine_with_deadline(1.5);
-  if (size > 1) {
-    if (is_last()) std::this_thread::sleep_for(std::chrono::seconds(6));
-    Call call(Kind::allreduce, "late");
-    call.add(DType::float32, {4}).submit(*engine);
-    call.expect_error(
-        Code::deadline_exceeded,
-        {"allreduce 'late' cannot run: no progress for 1 s: rank ",
-         " waits for allreduce 'late', which rank " + std::to_string(size - 1) + " (on ",
-         ") has not submitted"});
-    CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::aborted);
-    // It has messages under way, for which nobody will wait.
-    static const Engine* kept;
-    kept = engine.release();
-    CHECK(kept != nullptr);
-    if (test::device) test::device->keep();
-  } else {
-    CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::all_left);
-  }
-}
-
-void the_deadline_ends_a_disagreement() {
-  if (size == 1) return;
-  const auto engine = engine_with_deadline(0.5);
-  Call call(Kind::allreduce, is_last() ? "mine" : "theirs");
-  call.add(DType::float32, {4}).submit(*engine);
-  call.expect_error(Code::deadline_exceeded,
-                    {"no progress for", "rank 0 has submitted: allreduce 'theirs'",
-                     "rank " + std::to_string(size - 1) + " has submitted: allreduce 'mine'"});
-  CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::aborted);
-}
-
-// However long the others' scripts go on.
-void leaving_has_no_deadline() {
-  const auto engine = engine_with_deadline(0.2);
-  if (is_last()) std::this_thread::sleep_for(std::chrono::milliseconds(700));
-  CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::all_left);
-}
-
 // A set may go while another thread submits to it: that is an error, or it has run.
-void nothing_succeeds_in_a_set_that_is_gone() {
+TEST(nothing_succeeds_in_a_set_that_is_gone) {
   World& world = World::instance();
   CHECK_EQ(world.init({}, nullptr).message, "");
   std::atomic<bool> over{false};
@@ -259,26 +217,49 @@ void nothing_succeeds_in_a_set_that_is_gone() {
   CHECK_EQ(world.leave("the test is over", -1), LeaveResult::all_left);
 }
 
+// However long the others' scripts go on.
+TEST(leaving_has_no_deadline) {
+  const auto engine = engine_with_deadline(0.2);
+  if (is_last()) std::this_thread::sleep_for(std::chrono::milliseconds(700));
+  CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::all_left);
+}
+
+TEST(the_deadline_ends_a_disagreement) {
+  if (size == 1) return;
+  const auto engine = engine_with_deadline(0.5);
+  Call call(Kind::allreduce, is_last() ? "mine" : "theirs");
+  call.add(DType::float32, {4}).submit(*engine);
+  call.expect_error(Code::deadline_exceeded,
+                    {"no progress for", "rank 0 has submitted: allreduce 'theirs'",
+                     "rank " + std::to_string(size - 1) + " has submitted: allreduce 'mine'"});
+  CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::aborted);
+}
+
+// One rank never submits what the others wait for: they learn its name, all in the same text, and
+// so does it when it comes.
+TEST(the_deadline_names_who_is_missing) {
+  auto engine = engine_with_deadline(1.5);
+  if (size > 1) {
+    if (is_last()) std::this_thread::sleep_for(std::chrono::seconds(6));
+    Call call(Kind::allreduce, "late");
+    call.add(DType::float32, {4}).submit(*engine);
+    call.expect_error(
+        Code::deadline_exceeded,
+        {"allreduce 'late' cannot run: no progress for 1 s: rank ",
+         " waits for allreduce 'late', which rank " + std::to_string(size - 1) + " (on ",
+         ") has not submitted"});
+    CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::aborted);
+    // It has messages under way, for which nobody will wait.
+    static const Engine* kept;
+    kept = engine.release();
+    CHECK(kept != nullptr);
+    if (test::device) test::device->keep();
+  } else {
+    CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::all_left);
+  }
+}
+
 }  // namespace
 }  // namespace hvd
 
-int main(int argc, char** argv) {
-  using namespace hvd;
-  return test::run_with_mpi(
-      argc, argv,
-      {
-          {"together when all leave", together_when_all_leave},
-          {"together when nothing was ever submitted", together_when_nothing_was_ever_submitted},
-          {"who leaves early fails the others' requests",
-           who_leaves_early_fails_the_others_requests},
-          {"who leaves is served first", who_leaves_is_served_first},
-          {"a leaving rank's own requests fail too", leaving_ranks_own_requests_fail_too},
-          {"no answer in time and all leave later", no_answer_in_time_and_all_leave_later},
-          {"waiting burns no core", waiting_burns_no_core},
-          {"disagreeing burns no core", disagreeing_burns_no_core},
-          {"nothing succeeds in a set that is gone", nothing_succeeds_in_a_set_that_is_gone},
-          {"leaving has no deadline", leaving_has_no_deadline},
-          {"the deadline ends a disagreement", the_deadline_ends_a_disagreement},
-          {"the deadline names who is missing", the_deadline_names_who_is_missing},
-      });
-}
+int main(int argc, char** argv) { return hvd::test::run_with_mpi(argc, argv); }

@@ -79,7 +79,7 @@ void conversions(DType wide, DType half, test::Format format) {
 }
 
 // A double too, which is not rounded to float32 before.
-void conversions_round_once() {
+TEST(conversions_round_once) {
   conversions<float>(DType::float32, DType::float16, test::kFloat16);
   conversions<float>(DType::float32, DType::bfloat16, test::kBFloat16);
   conversions<double>(DType::float64, DType::float16, test::kFloat16);
@@ -106,7 +106,7 @@ bool is_nan(DType dtype, const std::vector<char>& data, int64_t index) {
 }
 
 // Whatever the terms' bits are; only of several nans may any come out.
-void all_kinds_give_the_same_bits() {
+TEST(all_kinds_give_the_same_bits) {
   const Loops baseline = all_loops()[0];
   std::mt19937_64 random(7);
   for (int i = 0; i <= static_cast<int>(DType::float64); ++i) {
@@ -190,13 +190,13 @@ void two_sources(DType dtype) {
   }
 }
 
-void two_sources_in_place() {
+TEST(two_sources_in_place) {
   two_sources<float>(DType::float32);
   two_sources<double>(DType::float64);
 }
 
 // Also in the calls that try both ways on their first pages.
-void what_is_sent_arrives() {
+TEST(what_is_sent_arrives) {
   std::mt19937_64 random(9);
   std::vector<char> from(20'000);
   for (char& byte : from) byte = static_cast<char>(random());
@@ -213,12 +213,4 @@ void what_is_sent_arrives() {
 }  // namespace
 }  // namespace hvd
 
-int main() {
-  using namespace hvd;
-  return test::run_for_each_kind({
-      {"conversions round once", conversions_round_once},
-      {"all kinds give the same bits", all_kinds_give_the_same_bits},
-      {"two sources in place", two_sources_in_place},
-      {"what is sent arrives", what_is_sent_arrives},
-  });
-}
+int main() { return hvd::test::run_for_each_kind(); }

@@ -41,7 +41,7 @@ void run_engine(std::unique_ptr<Transport> transport) {
   CHECK_EQ(test::leave(engine, "", -1), Engine::LeaveResult::all_left);
 }
 
-void call_all() {
+TEST(all_calls_of_mpi) {
   World& world = World::instance();
   CHECK_EQ(world.init({}, nullptr).message, "");
   rank = world.rank_info().rank;
@@ -69,7 +69,7 @@ int main(int argc, char**) {
     int level;
     PMPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level);
   }
-  const int status = hvd::test::run({{"all calls of MPI", hvd::call_all}});
+  const int status = hvd::test::run();
   if (argc > 1) PMPI_Finalize();
   return status;
 }

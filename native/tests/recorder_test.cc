@@ -61,7 +61,7 @@ int new_file(const std::string& path) {
   return open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_APPEND | O_CLOEXEC, 0666);
 }
 
-void who_waits_least_came_last() {
+TEST(who_waits_least_came_last) {
   Recorder recorder(0, 3);
   recorder.served("allreduce", "x", event());
   recorder.served("allreduce", "y", event(11));
@@ -78,7 +78,7 @@ void who_waits_least_came_last() {
                  "\"awaited_seconds\": 0.060000}, {\"last\": 0, ");
 }
 
-void ranks_that_come_together_are_not_late() {
+TEST(ranks_that_come_together_are_not_late) {
   Recorder recorder(0, 3);
   recorder.agreed({0, 1, 2}, agreement({1000, 90'000, 50'000}));
   Recorder alone(0, 1);
@@ -87,7 +87,7 @@ void ranks_that_come_together_are_not_late() {
   CHECK_EQ(count(alone.stats(), "\"last\": 0"), size_t{1});
 }
 
-void every_request_is_in_the_trace_at_once() {
+TEST(every_request_is_in_the_trace_at_once) {
   const std::string path = folder + "/trace";
   Recorder recorder(0, 3);
   recorder.served("allreduce", "before", event());
@@ -106,7 +106,7 @@ void every_request_is_in_the_trace_at_once() {
   CHECK_EQ(events(path).size(), size_t{300});
 }
 
-void a_full_disk_ends_the_trace_only() {
+TEST(a_full_disk_ends_the_trace_only) {
   const std::string path = folder + "/full";
   const rlimit small{100'000, 100'000};
   if (fork() == 0) {
@@ -124,7 +124,7 @@ void a_full_disk_ends_the_trace_only() {
   CHECK_EQ(events(path).size(), 100'000 / sizeof(Served));
 }
 
-void whatever_kills_the_process() {
+TEST(whatever_kills_the_process) {
   std::mt19937 random(1);
   size_t shortest = SIZE_MAX, longest = 0;
   for (int i = 0; i < 200; ++i) {
@@ -154,13 +154,7 @@ void whatever_kills_the_process() {
 int main() {
   char name[] = "/tmp/hvd-recorder-XXXXXX";
   hvd::folder = mkdtemp(name);
-  const int status = hvd::test::run({
-      {"who waits least came last", hvd::who_waits_least_came_last},
-      {"ranks that come together are not late", hvd::ranks_that_come_together_are_not_late},
-      {"every request is in the trace at once", hvd::every_request_is_in_the_trace_at_once},
-      {"a full disk ends the trace only", hvd::a_full_disk_ends_the_trace_only},
-      {"whatever kills the process", hvd::whatever_kills_the_process},
-  });
+  const int status = hvd::test::run();
   for (const char* file : {"trace", "full", "killed"}) unlink((hvd::folder + "/" + file).c_str());
   rmdir(hvd::folder.c_str());
   return status;

@@ -121,7 +121,7 @@ void sweep_integers(DType dtype) {
   sweep<Integer<T>>(dtype, expected_integer<T>);
 }
 
-void integers() {
+TEST(integers) {
   sweep_integers<uint8_t>(DType::uint8);
   sweep_integers<int8_t>(DType::int8);
   sweep_integers<uint16_t>(DType::uint16);
@@ -149,14 +149,14 @@ void sweep_floats(DType dtype) {
                });
 }
 
-void floats() {
+TEST(floats) {
   sweep_floats<Plain<float>>(DType::float32);
   sweep_floats<Plain<double>>(DType::float64);
   sweep_floats<Float16>(DType::float16);
   sweep_floats<BFloat16>(DType::bfloat16);
 }
 
-void bools() {
+TEST(bools) {
   for (int bits = 0; bits < 8; ++bits) {
     const std::vector<uint8_t> terms = {static_cast<uint8_t>(bits & 1),
                                         static_cast<uint8_t>(bits >> 1 & 1),
@@ -166,7 +166,7 @@ void bools() {
   }
 }
 
-void integers_wrap_around() {
+TEST(integers_wrap_around) {
   CHECK_EQ(one<int8_t>(DType::int8, Reduction::sum, {127, 1}), int8_t{-128});
   CHECK_EQ(one<uint8_t>(DType::uint8, Reduction::sum, {255, 2}), uint8_t{1});
   CHECK_EQ(one<uint16_t>(DType::uint16, Reduction::product, {65535, 65535}), uint16_t{1});
@@ -196,7 +196,7 @@ void every_small_float_survives(DType dtype, test::Format format) {
   }
 }
 
-void small_floats_survive() {
+TEST(small_floats_survive) {
   every_small_float_survives(DType::float16, test::kFloat16);
   every_small_float_survives(DType::bfloat16, test::kBFloat16);
 }
@@ -230,12 +230,12 @@ void every_tie_goes_to_even(DType dtype, test::Format format) {
   CHECK(is_nan(format, one<uint16_t>(dtype, Reduction::sum, {unit}, kNan)));
 }
 
-void ties_go_to_even() {
+TEST(ties_go_to_even) {
   every_tie_goes_to_even<Float16>(DType::float16, test::kFloat16);
   every_tie_goes_to_even<BFloat16>(DType::bfloat16, test::kBFloat16);
 }
 
-void small_floats_overflow_to_infinity() {
+TEST(small_floats_overflow_to_infinity) {
   const auto f16 = [](double value) { return Float16::store(value); };
   CHECK_EQ(one<uint16_t>(DType::float16, Reduction::sum, {f16(65504), f16(15)}), f16(65504));
   CHECK_EQ(one<uint16_t>(DType::float16, Reduction::sum, {f16(65504), f16(16)}), uint16_t{0x7c00});
@@ -250,7 +250,7 @@ void small_floats_overflow_to_infinity() {
 }
 
 // Rounded after each sum, 2048 + 1 stays 2048 in float16, and 256 + 1 stays 256 in bfloat16.
-void small_floats_accumulate_in_float32() {
+TEST(small_floats_accumulate_in_float32) {
   const auto sum = [](DType dtype, auto codec, double first) {
     using Codec = decltype(codec);
     const uint16_t unit = Codec::store(1);
@@ -271,7 +271,7 @@ void small_floats_accumulate_in_float32() {
 }
 
 // Sums depend on the order: it is that of the sources.
-void terms_are_combined_in_order() {
+TEST(terms_are_combined_in_order) {
   const float big = 16777216;  // 2^24: one more is lost
   CHECK_EQ(one<float>(DType::float32, Reduction::sum, {big, 1, -big}), 0.0f);
   CHECK_EQ(one<float>(DType::float32, Reduction::sum, {big, -big, 1}), 1.0f);
@@ -298,7 +298,7 @@ void nan_wins(DType dtype) {
   }
 }
 
-void nan_wins_from_any_rank() {
+TEST(nan_wins_from_any_rank) {
   nan_wins<Plain<float>>(DType::float32);
   nan_wins<Plain<double>>(DType::float64);
   nan_wins<Float16>(DType::float16);
@@ -337,7 +337,7 @@ void scales_exactly(DType dtype) {
   }
 }
 
-void scale_factors_and_averages_are_exact() {
+TEST(scale_factors_and_averages_are_exact) {
   scales_exactly<Plain<float>>(DType::float32);
   scales_exactly<Plain<double>>(DType::float64);
   scales_exactly<Float16>(DType::float16);
@@ -348,7 +348,7 @@ void scale_factors_and_averages_are_exact() {
 }
 
 // Many a quotient is not the product with the rounded reciprocal.
-void averages_divide() {
+TEST(averages_divide) {
   for (int count : {3, 5}) {
     std::vector<std::vector<float>> sources(count, std::vector<float>(5000, 0));
     for (int i = 0; i < 5000; ++i) sources[i % count][i] = static_cast<float>(i);
@@ -358,7 +358,7 @@ void averages_divide() {
   }
 }
 
-void the_output_may_be_a_source() {
+TEST(the_output_may_be_a_source) {
   for (size_t alias = 0; alias < 3; ++alias) {
     std::vector<std::vector<float>> sources(3);
     for (int s = 0; s < 3; ++s) {
@@ -374,21 +374,4 @@ void the_output_may_be_a_source() {
 }  // namespace
 }  // namespace hvd
 
-int main() {
-  using namespace hvd;
-  return test::run_for_each_kind({
-      {"integers", integers},
-      {"floats", floats},
-      {"bools", bools},
-      {"integers wrap around", integers_wrap_around},
-      {"small floats survive", small_floats_survive},
-      {"ties go to even", ties_go_to_even},
-      {"small floats overflow to infinity", small_floats_overflow_to_infinity},
-      {"small floats accumulate in float32", small_floats_accumulate_in_float32},
-      {"terms are combined in order", terms_are_combined_in_order},
-      {"nan wins from any rank", nan_wins_from_any_rank},
-      {"scale factors and averages are exact", scale_factors_and_averages_are_exact},
-      {"averages divide", averages_divide},
-      {"the output may be a source", the_output_may_be_a_source},
-  });
-}
+int main() { return hvd::test::run_for_each_kind(); }

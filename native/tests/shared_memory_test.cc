@@ -82,7 +82,7 @@ int64_t committed() {
 
 // Another job, in a container that shares this host's memory but numbers its own processes, may
 // have blocks of any name that is made of a process's number.
-void a_block_is_nobody_elses() {
+TEST(a_block_is_nobody_elses) {
   std::vector<std::string> others;
   for (int i = 0; rank == 0 && i < 100; ++i) {
     others.push_back("/hvd_keras-" + std::to_string(getpid()) + "-" + std::to_string(i));
@@ -102,7 +102,7 @@ void a_block_is_nobody_elses() {
 }
 
 // Ranks come one after another. Who waits sleeps until the last one has come, but for its looks.
-void nobody_is_woken_before_all_have_come() {
+TEST(nobody_is_woken_before_all_have_come) {
   SharedMemory memory = new_memory();
   int early = 0;
   for (int round = 0; round < 50; ++round) {
@@ -120,7 +120,7 @@ void nobody_is_woken_before_all_have_come() {
   CHECK(early <= 1);
 }
 
-void a_barrier_holds_all() {
+TEST(a_barrier_holds_all) {
   SharedMemory memory = new_memory();
   for (int64_t round = 1; round <= 2000; ++round) {
     if (round % 500 == rank) std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -148,7 +148,7 @@ class BoundTo {
 };
 
 // mpirun and srun bind each rank to its own core, which is one for each, and not one for all.
-void ranks_know_how_many_share_a_core() {
+TEST(ranks_know_how_many_share_a_core) {
   std::vector<int> cores;
   const Cores mask = affinity();
   for (int core = 0; core < CPU_SETSIZE; ++core) {
@@ -168,14 +168,14 @@ void ranks_know_how_many_share_a_core() {
 }
 
 // Where the kernel has more than 1,024, it refuses a smaller mask.
-void many_cores_are_counted() {
+TEST(many_cores_are_counted) {
   const int before = count(affinity());
   has_many_cores = true;
   CHECK_EQ(count(affinity()), before + 1);
   has_many_cores = false;
 }
 
-void a_quota_is_the_least_of_all_groups_above() {
+TEST(a_quota_is_the_least_of_all_groups_above) {
   char folder[] = "/tmp/hvd_quota-XXXXXX";
   CHECK(mkdtemp(folder) != nullptr);
   const std::string root = folder, membership = root + "/cgroup";
@@ -205,7 +205,7 @@ void a_quota_is_the_least_of_all_groups_above() {
   std::filesystem::remove_all(root);
 }
 
-void little_is_committed_until_it_is_asked_for() {
+TEST(little_is_committed_until_it_is_asked_for) {
   SharedMemory memory = new_memory();
   CHECK(committed() > 0);
   CHECK(committed() < kSlotBytes);
@@ -218,17 +218,4 @@ void little_is_committed_until_it_is_asked_for() {
 }  // namespace
 }  // namespace hvd
 
-int main(int argc, char** argv) {
-  using namespace hvd;
-  return test::run_with_mpi(
-      argc, argv,
-      {
-          {"a block is nobody else's", a_block_is_nobody_elses},
-          {"nobody is woken before all have come", nobody_is_woken_before_all_have_come},
-          {"a barrier holds all", a_barrier_holds_all},
-          {"ranks know how many share a core", ranks_know_how_many_share_a_core},
-          {"many cores are counted", many_cores_are_counted},
-          {"a quota is the least of all groups above", a_quota_is_the_least_of_all_groups_above},
-          {"little is committed until it is asked for", little_is_committed_until_it_is_asked_for},
-      });
-}
+int main(int argc, char** argv) { return hvd::test::run_with_mpi(argc, argv); }

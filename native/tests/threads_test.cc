@@ -18,34 +18,30 @@ using test::on_all_ranks;
 using test::times_ranks;
 
 // Four threads on each rank submit in an order of their own.
-void threads_of_all_ranks_submit_in_any_order() {
+TEST(threads_of_all_ranks_submit_in_any_order) {
   on_all_ranks({}, [](Engine& engine, int rank) {
-    std::vector<std::thread> threads;
-    for (int t = 0; t < 4; ++t) {
-      threads.emplace_back([&engine, rank, t] {
-        std::vector<int> order(30);
-        for (int i = 0; i < 30; ++i) order[i] = i;
-        std::shuffle(order.begin(), order.end(), std::mt19937(rank * 10 + t));
-        std::deque<Call> calls;
-        for (int i = 0; i < 30; ++i) {
-          const auto value = static_cast<float>(t * 100 + i);
-          calls.emplace_back(Kind::allreduce, std::to_string(t) + "." + std::to_string(i),
-                             std::vector<float>{value, value});
-        }
-        for (const int i : order) calls[i].submit(engine);
-        for (int i = 0; i < 30; ++i) {
-          CHECK_EQ(calls[i].wait().message, "");
-          CHECK(calls[i].output == times_ranks(static_cast<float>(t * 100 + i)));
-        }
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
+    test::in_threads(4, [&](int t) {
+      std::vector<int> order(30);
+      for (int i = 0; i < 30; ++i) order[i] = i;
+      std::shuffle(order.begin(), order.end(), std::mt19937(rank * 10 + t));
+      std::deque<Call> calls;
+      for (int i = 0; i < 30; ++i) {
+        const auto value = static_cast<float>(t * 100 + i);
+        calls.emplace_back(Kind::allreduce, std::to_string(t) + "." + std::to_string(i),
+                           std::vector<float>{value, value});
+      }
+      for (const int i : order) calls[i].submit(engine);
+      for (int i = 0; i < 30; ++i) {
+        CHECK_EQ(calls[i].wait().message, "");
+        CHECK(calls[i].output == times_ranks(static_cast<float>(t * 100 + i)));
+      }
+    });
     CHECK_EQ(leave(engine, "done"), LeaveResult::all_left);
   });
 }
 
 // If nothing is queued and the others come in time; otherwise the engine's thread goes on with it.
-void the_thread_that_submits_serves_requests() {
+TEST(the_thread_that_submits_serves_requests) {
   for (const double patience : {1e9, 0.0}) {
     const auto body = [&](Engine& engine, int rank) {
       int here = 0;
@@ -68,7 +64,7 @@ void the_thread_that_submits_serves_requests() {
 thread_local int nested = 0;  // calls of done()
 
 // As a framework may that runs what comes next on the thread of done().
-void done_submits_without_nesting() {
+TEST(done_submits_without_nesting) {
   const auto body = [](Engine& engine, int rank) {
     std::deque<Call> calls;
     for (int i = 0; i < 100; ++i)
@@ -92,7 +88,7 @@ void done_submits_without_nesting() {
   on_all_ranks({}, body, 1e9);
 }
 
-void errors_reach_all_and_work_goes_on() {
+TEST(errors_reach_all_and_work_goes_on) {
   on_all_ranks({}, [](Engine& engine, int rank) {
     for (int i = 0; i < 20; ++i) {
       Call shape(Kind::allreduce, "shape", std::vector<float>(rank + 1));
@@ -111,7 +107,7 @@ void errors_reach_all_and_work_goes_on() {
   });
 }
 
-void ranks_join_one_after_another() {
+TEST(ranks_join_one_after_another) {
   on_all_ranks({}, [](Engine& engine, int rank) {
     for (int round = 0; round < 10; ++round) {
       for (int i = 0; i < rank; ++i) {
@@ -131,30 +127,26 @@ void ranks_join_one_after_another() {
   });
 }
 
-void who_leaves_fails_what_others_submit_at_that_time() {
+TEST(who_leaves_fails_what_others_submit_at_that_time) {
   on_all_ranks({}, [](Engine& engine, int rank) {
     if (rank == 1) {
       CHECK_EQ(leave(engine, "tired"), LeaveResult::left_early);
       return;
     }
-    std::vector<std::thread> threads;
-    for (int t = 0; t < 3; ++t) {
-      threads.emplace_back([&engine, t] {
-        for (int i = 0; i < 5; ++i) {
-          Call call(Kind::allreduce, std::to_string(t), {1, 1});
-          call.submit(engine);
-          const Status status = call.wait();
-          CHECK_EQ(status.code, Code::aborted);
-          CHECK_CONTAINS(status.message, "rank 1 has left the job: tired (on here)");
-        }
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
+    test::in_threads(3, [&](int t) {
+      for (int i = 0; i < 5; ++i) {
+        Call call(Kind::allreduce, std::to_string(t), {1, 1});
+        call.submit(engine);
+        const Status status = call.wait();
+        CHECK_EQ(status.code, Code::aborted);
+        CHECK_CONTAINS(status.message, "rank 1 has left the job: tired (on here)");
+      }
+    });
     CHECK_EQ(leave(engine, ""), LeaveResult::peer_left);
   });
 }
 
-void the_deadline_reaches_all() {
+TEST(the_deadline_reaches_all) {
   Settings settings;
   settings.timeout_seconds = 0.3;
   on_all_ranks(settings, [](Engine& engine, int rank) {
@@ -174,7 +166,7 @@ void the_deadline_reaches_all() {
 }
 
 // Also if the thread that submits is in the middle of it.
-void the_deadline_reaches_who_serves_at_once() {
+TEST(the_deadline_reaches_who_serves_at_once) {
   Settings settings;
   settings.timeout_seconds = 0.3;
   const auto body = [](Engine& engine, int) {
@@ -203,7 +195,7 @@ void the_deadline_reaches_who_serves_at_once() {
 }
 
 // Each new request lets the ranks look again at once, which is not the time that they wait.
-void many_early_looks_are_no_long_wait() {
+TEST(many_early_looks_are_no_long_wait) {
   Settings settings;
   settings.timeout_seconds = settings.first_timeout_seconds = 2;
   on_all_ranks(settings, [](Engine& engine, int rank) {
@@ -225,7 +217,7 @@ void many_early_looks_are_no_long_wait() {
   });
 }
 
-void a_mismatch_fails_on_all_and_work_goes_on() {
+TEST(a_mismatch_fails_on_all_and_work_goes_on) {
   Settings settings;
   settings.mismatch_seconds = 0.2;
   on_all_ranks(settings, [](Engine& engine, int rank) {
@@ -264,7 +256,7 @@ void a_mismatch_fails_on_all_and_work_goes_on() {
 }
 
 // Each rank's threads come one after another, in another order than the next rank's.
-void threads_that_take_turns_are_no_mismatch() {
+TEST(threads_that_take_turns_are_no_mismatch) {
   Settings settings;
   settings.mismatch_seconds = 2;
   on_all_ranks(settings, [](Engine& engine, int rank) {
@@ -282,7 +274,7 @@ void threads_that_take_turns_are_no_mismatch() {
 }
 
 // Where no rank has CUDA, nothing for GPUs is around the transport, which knows why.
-void tensors_of_gpus_without_cuda_are_refused() {
+TEST(tensors_of_gpus_without_cuda_are_refused) {
   const auto hub = std::make_shared<test::Hub>(1);
   auto transport = std::make_unique<test::ThreadTransport>(hub, 0);
   transport->set_why_no_gpu("CUDA was not found, install it.");
@@ -299,21 +291,4 @@ void tensors_of_gpus_without_cuda_are_refused() {
 }  // namespace
 }  // namespace hvd
 
-int main() {
-  using namespace hvd;
-  return test::run({
-      {"threads of all ranks submit in any order", threads_of_all_ranks_submit_in_any_order},
-      {"the thread that submits serves requests", the_thread_that_submits_serves_requests},
-      {"done() submits without nesting", done_submits_without_nesting},
-      {"errors reach all and work goes on", errors_reach_all_and_work_goes_on},
-      {"ranks join one after another", ranks_join_one_after_another},
-      {"who leaves fails what others submit at that time",
-       who_leaves_fails_what_others_submit_at_that_time},
-      {"the deadline reaches all", the_deadline_reaches_all},
-      {"the deadline reaches who serves at once", the_deadline_reaches_who_serves_at_once},
-      {"many early looks are no long wait", many_early_looks_are_no_long_wait},
-      {"a mismatch fails on all and work goes on", a_mismatch_fails_on_all_and_work_goes_on},
-      {"threads that take turns are no mismatch", threads_that_take_turns_are_no_mismatch},
-      {"tensors of GPUs without CUDA are refused", tensors_of_gpus_without_cuda_are_refused},
-  });
-}
+int main() { return hvd::test::run(); }

@@ -121,7 +121,7 @@ def test_algorithms_between_hosts(binaries: pathlib.Path) -> None:
 def test_edges(binaries: pathlib.Path, size: int, transport: str) -> None:
     job = ranks.mpirun(size, str(binaries / "edges_test"), transport, timeout=900)
     assert job.status == 0, job.output
-    assert job.output.count("after an abort no set calls MPI") == size, job.output
+    assert job.output.count("after an abort no set calls mpi") == size, job.output
 
 
 @pytest.mark.cases(2)
@@ -218,8 +218,8 @@ def test_collectives_through_rccl(binaries: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("size", "which", "name"),
     [
-        (1, "", "no host waits for the GPU"),
-        (2, "", "no host waits for the GPU"),
+        (1, "", "no host waits for the gpu"),
+        (2, "", "no host waits for the gpu"),
         (2, "stops", "a GPU that stops ends all"),
         (2, "fails", "an error of NCCL ends all"),
         (2, "without", "without NCCL all goes over the host"),

@@ -83,7 +83,7 @@ void use_in_two_streams(bool wait_for_input, bool wait_for_output) {
   rank.communicator.close();
 }
 
-void events_between_streams() {
+TEST(events_between_streams) {
   CHECK_EQ(said([] { use_in_two_streams(true, true); }), "");
   CHECK_CONTAINS(said([] { use_in_two_streams(false, true); }),
                  "'NCCL' in stream 2 uses memory that 'copy' in stream 1 writes, with no event");
@@ -92,7 +92,7 @@ void events_between_streams() {
 }
 
 // What the host sees of page-locked memory and of a device's, before and after it has waited.
-void what_the_host_uses() {
+TEST(what_the_host_uses) {
   const auto use = [](bool wait, bool write, bool of_device) {
     test::Device device(0);
     const Memory locked = device.pinned(400), memory = device.allocate(400);
@@ -111,7 +111,7 @@ void what_the_host_uses() {
 }
 
 // Another thread than the one that has waited must not go on as if it had.
-void one_thread_of_the_host_waits_for_another() {
+TEST(one_thread_of_the_host_waits_for_another) {
   const auto copies = [](bool same_thread) {
     test::Device device(0);
     Gpu gpu(device.cuda(), 0);
@@ -136,37 +136,33 @@ void one_thread_of_the_host_waits_for_another() {
 }
 
 // Two communicators of two ranks, which are threads with a device each.
-void two_communicators() {
+TEST(two_communicators) {
   const auto both = [](bool same_order, bool one_after_another) {
     const NcclId ids[] = {new_id(), new_id()};
-    std::vector<std::thread> threads;
-    for (int r = 0; r < 2; ++r) {
-      threads.emplace_back([=] {
-        Rank first(ids[0], r, 2), second(ids[1], r, 2);
-        const Memory memory = first.device.allocate(400), other = first.device.allocate(400);
-        const bool swap = r == 1 && !same_order;
-        Rank& one = swap ? second : first;
-        Rank& two = swap ? first : second;
-        one.communicator.group(
-            [&] { one.reduce(memory.get(), memory.get(), 100, one.device.stream()); }, kPause);
-        Gpu gpu(one.device.cuda(), one.device.number());
-        if (one_after_another) gpu.wait(two.device.stream(), gpu.record(one.device.stream()));
-        two.communicator.group(
-            [&] { two.reduce(other.get(), other.get(), 100, two.device.stream()); }, kPause);
-        for (Rank* rank : {&one, &two}) {
-          rank->device.synchronize();
-          rank->device.keep();
-        }
-        for (Rank* rank : {&first, &second}) rank->communicator.close();
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
+    test::in_threads(2, [&](int r) {
+      Rank first(ids[0], r, 2), second(ids[1], r, 2);
+      const Memory memory = first.device.allocate(400), other = first.device.allocate(400);
+      const bool swap = r == 1 && !same_order;
+      Rank& one = swap ? second : first;
+      Rank& two = swap ? first : second;
+      one.communicator.group(
+          [&] { one.reduce(memory.get(), memory.get(), 100, one.device.stream()); }, kPause);
+      Gpu gpu(one.device.cuda(), one.device.number());
+      if (one_after_another) gpu.wait(two.device.stream(), gpu.record(one.device.stream()));
+      two.communicator.group(
+          [&] { two.reduce(other.get(), other.get(), 100, two.device.stream()); }, kPause);
+      for (Rank* rank : {&one, &two}) {
+        rank->device.synchronize();
+        rank->device.keep();
+      }
+      for (Rank* rank : {&first, &second}) rank->communicator.close();
+    });
   };
   CHECK_EQ(said([&] { both(true, true); }), "");
   CHECK_CONTAINS(said([&] { both(true, false); }), "may run on a device at once");
 }
 
-void memory_of_the_host_or_too_little() {
+TEST(memory_of_the_host_or_too_little) {
   const auto reduce = [](bool on_device, size_t count) {
     Rank rank(new_id());
     const Memory memory = rank.device.allocate(400);
@@ -182,32 +178,28 @@ void memory_of_the_host_or_too_little() {
 }
 
 // Two ranks as threads of one process.
-void ranks_that_differ() {
+TEST(ranks_that_differ) {
   const auto both = [](size_t count_of_last) {
     const NcclId id = new_id();
-    std::vector<std::thread> threads;
-    for (int r = 0; r < 2; ++r) {
-      threads.emplace_back([=] {
-        Rank rank(id, r, 2);
-        const Memory memory = rank.device.allocate(400);
-        rank.communicator.group(
-            [&] {
-              rank.reduce(memory.get(), memory.get(), r == 0 ? 100 : count_of_last,
-                          rank.device.stream());
-            },
-            kPause);
-        rank.device.synchronize();
-        rank.communicator.close();
-        rank.device.keep();  // the other thread's things live
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
+    test::in_threads(2, [&](int r) {
+      Rank rank(id, r, 2);
+      const Memory memory = rank.device.allocate(400);
+      rank.communicator.group(
+          [&] {
+            rank.reduce(memory.get(), memory.get(), r == 0 ? 100 : count_of_last,
+                        rank.device.stream());
+          },
+          kPause);
+      rank.device.synchronize();
+      rank.communicator.close();
+      rank.device.keep();  // the other thread's things live
+    });
   };
   CHECK_EQ(said([&] { both(100); }), "");
   CHECK_CONTAINS(said([&] { both(99); }), "ranks enqueue different collectives");
 }
 
-void an_open_group() {
+TEST(an_open_group) {
   CHECK_CONTAINS(said([] {
                    Rank rank(new_id());
                    rank.communicator.api().group_start();
@@ -216,7 +208,7 @@ void an_open_group() {
                  "a group was left open");
 }
 
-void operations_of_a_group() {
+TEST(operations_of_a_group) {
   const auto both = [](int64_t between) {
     Rank rank(new_id());
     const Memory memory = rank.device.allocate(400);
@@ -234,7 +226,7 @@ void operations_of_a_group() {
   CHECK_CONTAINS(said([&] { both(49); }), "two operations of a group use the same memory");
 }
 
-void communicators_that_are_not_ready() {
+TEST(communicators_that_are_not_ready) {
   CHECK_CONTAINS(said([] {
                    test::Device device(0);
                    for (int i = 0; i < 2; ++i) {
@@ -254,7 +246,7 @@ void communicators_that_are_not_ready() {
                  "a communicator is destroyed that is in use");
 }
 
-void what_is_left() {
+TEST(what_is_left) {
   const auto after = [](bool keep_event) {
     const char* (*leaks)() = nullptr;
     std::string text;
@@ -272,18 +264,4 @@ void what_is_left() {
 }  // namespace
 }  // namespace hvd
 
-int main() {
-  using namespace hvd;
-  return test::run({
-      {"events between streams", events_between_streams},
-      {"what the host uses", what_the_host_uses},
-      {"one thread of the host waits for another", one_thread_of_the_host_waits_for_another},
-      {"two communicators", two_communicators},
-      {"memory of the host, or too little", memory_of_the_host_or_too_little},
-      {"ranks that differ", ranks_that_differ},
-      {"an open group", an_open_group},
-      {"operations of a group", operations_of_a_group},
-      {"communicators that are not ready", communicators_that_are_not_ready},
-      {"what is left", what_is_left},
-  });
-}
+int main() { return hvd::test::run(); }

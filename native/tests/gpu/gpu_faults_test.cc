@@ -342,7 +342,7 @@ int in_a_process(const Case& one, int calls, int code) {
 
 bool all_calls = false;  // or the first of each function
 
-void every_call_fails_in_turn() {
+TEST(every_call_fails_in_turn) {
   int cases = 0;
   for (const Case& one : kCases) {
     const bool is_call =
@@ -370,5 +370,5 @@ void every_call_fails_in_turn() {
 // With an argument: the first calls of each function, not only the first one.
 int main(int argc, char**) {
   hvd::all_calls = argc > 1;
-  return hvd::test::run({{"every call fails in turn", hvd::every_call_fails_in_turn}});
+  return hvd::test::run();
 }

@@ -34,7 +34,7 @@ void leave(GpuRank& rank) {
 
 // Each rank gives its sets' requests out in an order of its own; nothing but that could make the
 // launches differ, and everything does. The framework's kernels come between them.
-void ranks_differ_in_their_order() {
+TEST(ranks_differ_in_their_order) {
   test::on_gpu_ranks(2, {}, [](GpuRank& rank) {
     std::deque<GpuCall> calls;
     test::Kernel kernel(rank.device);
@@ -61,7 +61,7 @@ void ranks_differ_in_their_order() {
 
 // A set's request waits for another set's result on one rank, while the other rank has given it out
 // long before: no order may be fixed before all ranks have the request.
-void one_set_waits_for_the_other() {
+TEST(one_set_waits_for_the_other) {
   test::on_gpu_ranks(2, {}, [](GpuRank& rank) {
     for (int i = 0; i < 20; ++i) {
       std::deque<GpuCall> calls;
@@ -86,7 +86,7 @@ void one_set_waits_for_the_other() {
 }
 
 // The next request of any set comes after what another rank has seen of this one.
-void numbers_grow_with_those_of_other_ranks() {
+TEST(numbers_grow_with_those_of_other_ranks) {
   LaunchOrder order;
   const Pause never = [] { CHECK(false); };
   int64_t next = 0;
@@ -163,7 +163,7 @@ std::string reduce_much(GpuRank& rank, bool is_alone = false, std::chrono::milli
 }
 
 // While the host exchanges one part, others are copied.
-void what_goes_through_the_host_goes_in_parts() {
+TEST(what_goes_through_the_host_goes_in_parts) {
   Settings settings;
   settings.gpu_allreduce = GpuBackend::mpi;
   test::on_gpu_ranks(1, settings, [](GpuRank& rank) {
@@ -181,7 +181,7 @@ void what_goes_through_the_host_goes_in_parts() {
   });
 }
 
-void only_what_has_an_element_for_each_has_parts() {
+TEST(only_what_has_an_element_for_each_has_parts) {
   Request request;
   request.inputs = {{nullptr, DType::float32, {5, 1'000'000}}};
   request.outputs = {nullptr};
@@ -195,7 +195,7 @@ void only_what_has_an_element_for_each_has_parts() {
 
 // One of the first copies, while those before it wait for the values. The streams have nothing to
 // do when they are destroyed.
-void a_copy_that_fails_between_parts_ends_all() {
+TEST(a_copy_that_fails_between_parts_ends_all) {
   Settings settings;
   settings.gpu_allreduce = GpuBackend::mpi;
   test::on_gpu_ranks(1, settings, [](GpuRank& rank) {
@@ -216,7 +216,7 @@ void a_copy_that_fails_between_parts_ends_all() {
 std::atomic<bool> stream_is_free{false};
 
 // Rank 1's GPU comes only after rank 0's has done something else.
-void a_stream_goes_on_beside_what_does_not_wait() {
+TEST(a_stream_goes_on_beside_what_does_not_wait) {
   test::on_gpu_ranks(1, {}, [](GpuRank& rank) {
     using Launch = int(CudaStream, void (*)(void*), void*);
     Launch* launch = nullptr;
@@ -280,7 +280,7 @@ bool is_served_at_once(GpuRank& rank) {
 
 // As without GPUs, in the thread that submits, though a GPU has work that is held up. One that
 // comes after a request of a GPU keeps its place.
-void small_tensors_of_the_host_are_served_at_once() {
+TEST(small_tensors_of_the_host_are_served_at_once) {
   const auto body = [](GpuRank& rank) {
     CHECK(is_served_at_once(rank));
     GpuCall held_up(rank.device, Kind::allreduce, "held up", rank.rank, 4);
@@ -303,7 +303,7 @@ void small_tensors_of_the_host_are_served_at_once() {
 }
 
 // Although the engine's thread has nothing to do.
-void who_is_served_at_once_hears_of_a_gpu_that_stops() {
+TEST(who_is_served_at_once_hears_of_a_gpu_that_stops) {
   Settings settings;
   settings.timeout_seconds = 1;
   const auto body = [](GpuRank& rank) {
@@ -340,19 +340,4 @@ void who_is_served_at_once_hears_of_a_gpu_that_stops() {
 }  // namespace
 }  // namespace hvd
 
-int main() {
-  using namespace hvd;
-  return test::run({
-      {"ranks differ in their order", ranks_differ_in_their_order},
-      {"one set waits for the other", one_set_waits_for_the_other},
-      {"numbers grow with those of other ranks", numbers_grow_with_those_of_other_ranks},
-      {"what goes through the host goes in parts", what_goes_through_the_host_goes_in_parts},
-      {"only what has an element for each has parts", only_what_has_an_element_for_each_has_parts},
-      {"a copy that fails between parts ends all", a_copy_that_fails_between_parts_ends_all},
-      {"a stream goes on beside what does not wait", a_stream_goes_on_beside_what_does_not_wait},
-      {"small tensors of the host are served at once",
-       small_tensors_of_the_host_are_served_at_once},
-      {"who is served at once hears of a GPU that stops",
-       who_is_served_at_once_hears_of_a_gpu_that_stops},
-  });
-}
+int main() { return hvd::test::run(); }

@@ -2,6 +2,8 @@
 // the other programs, with "gpu" as their transport.
 #include <atomic>
 #include <csignal>
+#include <map>
+#include <string>
 #include <thread>
 
 #include "core/base/bytes.h"
@@ -42,7 +44,7 @@ void expect_sum_of(Engine& engine, const std::string& name) {
 }
 
 // Launches keep an order of all sets only as long as a rank has, or expects, several.
-void what_is_expected_of_process_sets_ends() {
+TEST(what_is_expected_of_process_sets_ends) {
   std::vector<int> ranks(size);
   std::iota(ranks.begin(), ranks.end(), 0);
   const auto transport = test::new_transport(MPI_COMM_WORLD, ranks);
@@ -64,7 +66,7 @@ void expect_sum_of_world(const std::string& name) {
 
 // The framework's stream is held up until a host lets it go on: what is done() before that has
 // waited for no GPU. Not so at first: CUDA and NCCL may wait for the GPU when they load a kernel.
-void no_host_waits_for_the_gpu() {
+TEST(no_host_waits_for_the_gpu) {
   static std::atomic<bool> go{false};
   using Launch = int(CudaStream, void (*)(void*), void*);
   with_engine([](Engine& engine) {
@@ -103,7 +105,7 @@ void no_host_waits_for_the_gpu() {
 }
 
 // What kernels write late is summed, and later kernels get the sum.
-void kernels_before_and_after() {
+TEST(kernels_before_and_after) {
   const OnDevice here(test::device->cuda(), test::device->number());
   test::Kernel kernel(*test::device);
   CHECK_EQ(kernel.why(), "");
@@ -144,7 +146,7 @@ void kernels_before_and_after() {
 }
 
 // A hundred requests one after another, of which nobody waits for any.
-void many_are_under_way() {
+TEST(many_are_under_way) {
   with_engine([](Engine& engine) {
     std::deque<Call> calls;
     for (int i = 0; i < 100; ++i) {
@@ -156,7 +158,7 @@ void many_are_under_way() {
 }
 
 // Each kind goes where its setting says; the values are the same.
-void the_user_chooses_the_way() {
+TEST(the_user_chooses_the_way) {
   enum class OverMpi { all, some, none };
   for (const OverMpi way : {OverMpi::all, OverMpi::some, OverMpi::none}) {
     const bool all = way == OverMpi::all, none = way == OverMpi::none;
@@ -209,7 +211,7 @@ void the_user_chooses_the_way() {
   }
 }
 
-void one_rank_on_its_host_is_refused() {
+TEST(one_rank_on_its_host_is_refused) {
   if (size == 1) return;
   with_engine([](Engine& engine) {
     Call call(Kind::allreduce, "mixed");
@@ -222,7 +224,7 @@ void one_rank_on_its_host_is_refused() {
   });
 }
 
-void a_second_device_is_refused() {
+TEST(a_second_device_is_refused) {
   with_engine([](Engine& engine) {
     expect_sum_of(engine, "first");
     Call call(Kind::allreduce, "second");
@@ -235,7 +237,7 @@ void a_second_device_is_refused() {
 }
 
 // From pure introductions, what all ranks come to.
-void who_does_not_fit_together() {
+TEST(who_does_not_fit_together) {
   const auto one = [](const std::string& bus) {
     GpuInfo info;
     info.backends = backends_text(Settings());
@@ -385,7 +387,7 @@ int in_mpi(const Function& call) {
 
 // Allgather and broadcast of an MPI that knows GPUs need no copies to the host, and the values are
 // the same: it begins when the late inputs are there.
-void an_mpi_that_knows_gpus_gets_their_memory() {
+TEST(an_mpi_that_knows_gpus_gets_their_memory) {
   const auto copies = hook<int()>("hvd_fake_cuda_copies");
   if (!copies) return;
   for (const int yes : {0, 1}) {
@@ -466,35 +468,14 @@ int MPI_Iprobe(int source, int tag, MPI_Comm communicator, int* found, MPI_Statu
 // The second argument names one test that needs a process of its own; none: all others.
 int main(int argc, char** argv) {
   using namespace hvd;
-  const std::string which = argc > 2 ? argv[2] : "";
-  if (which == "without") {
-    return test::run_with_mpi(
-        argc, argv, {{"without NCCL all goes over the host", without_nccl_all_goes_over_the_host}});
-  }
-  if (which == "stops")
-    return test::run_with_mpi(argc, argv,
-                              {{"a GPU that stops ends all", a_gpu_that_stops_ends_all}});
-  if (which == "stuck") {
-    return test::run_with_mpi(argc, argv,
-                              {{"a script that is stuck ends", a_script_that_is_stuck_ends}});
-  }
-  if (which == "dies")
-    return test::run_with_mpi(argc, argv,
-                              {{"a rank that dies ends all", a_rank_that_dies_ends_all}});
-  if (which == "fails")
-    return test::run_with_mpi(argc, argv,
-                              {{"an error of NCCL ends all", an_error_of_nccl_ends_all}});
-  return test::run_with_mpi(
-      argc, argv,
-      {
-          {"what is expected of process sets ends", what_is_expected_of_process_sets_ends},
-          {"no host waits for the GPU", no_host_waits_for_the_gpu},
-          {"kernels before and after", kernels_before_and_after},
-          {"many are under way", many_are_under_way},
-          {"the user chooses the way", the_user_chooses_the_way},
-          {"an MPI that knows GPUs gets their memory", an_mpi_that_knows_gpus_gets_their_memory},
-          {"one rank on its host is refused", one_rank_on_its_host_is_refused},
-          {"a second device is refused", a_second_device_is_refused},
-          {"who does not fit together", who_does_not_fit_together},
-      });
+  const std::map<std::string, test::Test> alone = {
+      {"without", {"without NCCL all goes over the host", without_nccl_all_goes_over_the_host}},
+      {"stops", {"a GPU that stops ends all", a_gpu_that_stops_ends_all}},
+      {"stuck", {"a script that is stuck ends", a_script_that_is_stuck_ends}},
+      {"dies", {"a rank that dies ends all", a_rank_that_dies_ends_all}},
+      {"fails", {"an error of NCCL ends all", an_error_of_nccl_ends_all}},
+  };
+  const auto found = alone.find(argc > 2 ? argv[2] : "");
+  if (found != alone.end()) return test::run_with_mpi(argc, argv, {found->second});
+  return test::run_with_mpi(argc, argv);
 }

@@ -59,7 +59,7 @@ std::string decided(const std::vector<Report>& reports) {
   return text;
 }
 
-void decides_like_the_model() {
+TEST(decide_decides_like_the_model) {
   std::set<std::string> lines, decisions;
   for (std::string line; std::getline(std::cin, line);) {
     if (line.rfind("negotiation", 0) != 0 || !lines.insert(line).second) continue;
@@ -83,6 +83,4 @@ void decides_like_the_model() {
 }  // namespace
 }  // namespace hvd
 
-int main() {
-  return hvd::test::run({{"decide() decides like the model", hvd::decides_like_the_model}});
-}
+int main() { return hvd::test::run(); }

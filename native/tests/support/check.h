@@ -1,10 +1,13 @@
-// Checks that count failures and go on, so that one run shows what else is wrong.
+// Tests, whose checks count failures and go on, so that one run shows what else is wrong.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
+#include <functional>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <type_traits>
 #include <vector>
 
@@ -40,24 +43,46 @@ inline bool report(bool ok, const char* file, int line, const std::string& what)
 }
 
 struct Test {
-  const char* name;
+  std::string name;
   void (*function)();
 };
 
+// Those that TEST defines, in this order.
+inline std::vector<Test> all_tests;
+
+inline bool add_test(std::string name, void (*function)()) {
+  std::replace(name.begin(), name.end(), '_', ' ');
+  all_tests.push_back({name, function});
+  return true;
+}
+
 // The exit status of a test program.
-inline int run(const std::vector<Test>& tests) {
+inline int run(const std::vector<Test>& tests = all_tests) {
   for (const Test& test : tests) {
     const int before = failures;
     context.clear();
     test.function();
-    std::printf("%s %s\n", failures == before ? "ok    " : "FAILED", test.name);
+    std::printf("%s %s\n", failures == before ? "ok    " : "FAILED", test.name.c_str());
     std::fflush(stdout);
   }
   if (failures) std::printf("%d checks failed\n", failures.load());
   return failures ? 1 : 0;
 }
 
+// Calls a body with 0, 1, … in so many threads, and waits for all.
+inline void in_threads(int count, const std::function<void(int)>& body) {
+  std::vector<std::thread> threads;
+  for (int i = 0; i < count; ++i) threads.emplace_back(body, i);
+  for (std::thread& thread : threads) thread.join();
+}
+
 }  // namespace hvd::test
+
+// TEST(what_it_shows) { … }
+#define TEST(name)                                               \
+  void name();                                                   \
+  const bool name##_is_added = hvd::test::add_test(#name, name); \
+  void name()
 
 #define CHECK(condition) \
   hvd::test::report(static_cast<bool>(condition), __FILE__, __LINE__, #condition)

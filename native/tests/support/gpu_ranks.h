@@ -179,14 +179,10 @@ inline void on_gpu_ranks(int process_sets, const Settings& settings,
                          const std::function<void(GpuRank&)>& body, double patience = 0.0005) {
   std::vector<std::shared_ptr<Hub>> hubs;
   for (int i = 0; i < process_sets; ++i) hubs.push_back(std::make_shared<Hub>(kGpuRanks, patience));
-  std::vector<std::thread> threads;
-  for (int r = 0; r < kGpuRanks; ++r) {
-    threads.emplace_back([&, r] {
-      GpuRank rank(r, hubs, settings);
-      body(rank);
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  in_threads(kGpuRanks, [&](int r) {
+    GpuRank rank(r, hubs, settings);
+    body(rank);
+  });
 }
 
 }  // namespace hvd::test

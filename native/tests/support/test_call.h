@@ -341,7 +341,7 @@ class Call {
 // main() of a test that runs under mpirun, with the name of the transport. For "gpu" and
 // "gpu-host", the one without NCCL, HVD_CUDART_LIBRARY and HVD_NCCL_LIBRARY say where CUDA and
 // NCCL, or their fakes, are.
-inline int run_with_mpi(int argc, char** argv, const std::vector<Test>& tests) {
+inline int run_with_mpi(int argc, char** argv, const std::vector<Test>& tests = all_tests) {
   if (argc > 1) transport = argv[1];
   int level;
   MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level);

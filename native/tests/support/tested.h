@@ -11,11 +11,11 @@ namespace hvd::test {
 
 inline Loops tested;
 
-inline int run_for_each_kind(const std::vector<Test>& tests) {
+inline int run_for_each_kind() {
   for (const Loops& kind : all_loops()) {
     tested = kind;
     std::printf("compiled for: %s\n", kind.kind);
-    if (const int status = run(tests)) return status;
+    if (const int status = run()) return status;
   }
   return 0;
 }

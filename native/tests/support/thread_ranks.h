@@ -22,14 +22,10 @@ using LeaveResult = Engine::LeaveResult;
 inline void on_all_ranks(const Settings& settings, const std::function<void(Engine&, int)>& body,
                          double patience = 0.0005) {
   const auto hub = std::make_shared<Hub>(kRanks, patience);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < kRanks; ++rank) {
-    threads.emplace_back([&, rank] {
-      Engine engine(std::make_unique<ThreadTransport>(hub, rank), settings);
-      body(engine, rank);
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  in_threads(kRanks, [&](int rank) {
+    Engine engine(std::make_unique<ThreadTransport>(hub, rank), settings);
+    body(engine, rank);
+  });
 }
 
 inline LeaveResult leave(Engine& engine, const std::string& reason) {
