@@ -26,6 +26,7 @@ from hvd_keras.runtime import (
     rank_info,
     settings,
 )
+from hvd_keras.runtime.linux import cpu_quota
 from hvd_keras.runtime.process_sets import (
     ProcessSet,
     add_process_set,
@@ -171,7 +172,7 @@ def _join(comm: Any) -> None:
     settings.tell_imports()
     _flush()  # hvd_init ends the process if another rank does not come
     with settings.chosen_transports(libraries.mpi_version()):
-        code = core.hvd_init(array, len(ranks), communicator)
+        code = core.hvd_init(array, len(ranks), communicator, cpu_quota())
     hangup = signal.getsignal(signal.SIGHUP)
     if hangup is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGHUP, hangup)  # which UCX, loaded by Open MPI, has taken

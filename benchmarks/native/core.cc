@@ -20,6 +20,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
@@ -31,7 +32,7 @@
 
 #ifdef HVD
 #include "core/kernel_api.h"
-extern "C" int hvd_init(const int* ranks, int count, const void* communicator);
+extern "C" int hvd_init(const int* ranks, int count, const void* communicator, double cpu_quota);
 extern "C" int hvd_leave(const char* reason, double seconds);
 extern "C" void hvd_finalize();
 #endif
@@ -153,7 +154,7 @@ class Done {
 };
 
 void start(int*, char***) {
-  if (hvd_init(nullptr, 0, nullptr) != 0) fail("hvd_init");
+  if (hvd_init(nullptr, 0, nullptr, INFINITY) != 0) fail("hvd_init");
 }
 void end() {
   hvd_leave("the benchmark is over", 60);

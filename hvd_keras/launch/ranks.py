@@ -20,11 +20,12 @@ from hvd_keras.launch.follow.outcome import Report, names_and_hosts
 from hvd_keras.launch.follow.output import Output
 from hvd_keras.launch.follow.supervise import wait_for
 from hvd_keras.launch.job_spec import JobSpec
-from hvd_keras.launch.onhost import channel, limits
+from hvd_keras.launch.onhost import limits
 from hvd_keras.launch.onhost.channel import PIECE, Connection, ProtocolError, silence
 from hvd_keras.launch.onhost.cores import may_be_divided, thread_settings
 from hvd_keras.launch.onhost.worker import FUNCTION, RESULT
 from hvd_keras.launch.start.hosts import Placement, own_addresses
+from hvd_keras.runtime.linux import in_folder
 
 # How many connections may be open that have not proved to belong to the job; further ones wait to
 # be accepted.
@@ -67,7 +68,7 @@ class Ranks:
             self._listeners = [socket.socket(socket.AF_UNIX)]
             message = f"cannot make a socket in {self.directory}"
             advice = "; set TMPDIR to one on another file system"
-            with refusing(message, advice), channel.in_folder(self.directory) as folder:
+            with refusing(message, advice), in_folder(self.directory) as folder:
                 self._listeners[0].bind(f"{folder}/{SOCKET}")
             self._listeners[0].listen(socket.SOMAXCONN)
         else:

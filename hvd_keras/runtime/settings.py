@@ -17,6 +17,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hvd_keras.runtime.linux import in_folder
+
 #: What `tell_hvdrun` marks: the program uses hvd_keras, so it should call `hvd.init()`;
 ASKED_FOR = "asked-for"
 #: `hvd.init()` was called; has succeeded, perhaps with a ``comm`` of some ranks;
@@ -291,12 +293,8 @@ def tell_hvdrun(**message: Any) -> None:
         if _hvdrun is None:
             ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             ear.settimeout(1.0)
-            # The address of a socket has at most 107 characters.
-            folder = os.open(os.path.dirname(path), os.O_PATH)
-            try:
-                ear.connect(f"/proc/self/fd/{folder}/{os.path.basename(path)}")
-            finally:
-                os.close(folder)
+            with in_folder(pathlib.Path(path).parent) as folder:
+                ear.connect(f"{folder}/{os.path.basename(path)}")
             _hvdrun = ear
             atexit.register(ear.close)
         _hvdrun.send(json.dumps(message).encode())

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/base/cores.h"
 #include "core/base/export.h"
 #include "core/base/log.h"
 #include "core/base/settings.h"
@@ -92,7 +93,9 @@ extern "C" {
 HVD_EXPORT const char* hvd_error() { return error.c_str(); }
 
 // Of `count` ranks of MPI_COMM_WORLD (0: of all), or of the processes of an MPI_Comm (null: not).
-HVD_EXPORT int hvd_init(const int* ranks, int count, const void* communicator) {
+// `cpu_quota`: cores' worth of CPU time that this process has, or infinity.
+HVD_EXPORT int hvd_init(const int* ranks, int count, const void* communicator, double cpu_quota) {
+  hvd::cpu_quota = cpu_quota;
   return result([&](hvd::World& world) {
     return world.init({ranks, ranks + count}, static_cast<const MPI_Comm*>(communicator));
   });

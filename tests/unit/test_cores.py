@@ -7,13 +7,13 @@ import pytest
 
 from hvd_keras.launch.onhost.cores import (
     THREAD_VARIABLES,
-    cpu_quota,
     may_be_divided,
     own_cores,
     ranges,
     usable_cores,
     usable_gpus,
 )
+from hvd_keras.runtime.linux import cpu_quota
 
 SHOW_CORES = "import os; print(*sorted(os.sched_getaffinity(0)))"
 

@@ -13,14 +13,15 @@ import asyncio
 import contextlib
 import hmac
 import json
-import os
 import secrets
 import socket
 import struct
 import time
-from collections.abc import AsyncIterator, Generator, Iterator, Mapping
+from collections.abc import AsyncIterator, Generator, Mapping
 from pathlib import Path
 from typing import Any
+
+from hvd_keras.runtime.linux import in_folder
 
 from .limits import CONNECT_TIMEOUT, PROBE_INTERVAL, REACH_TIMEOUT, TRY_AGAIN
 
@@ -146,16 +147,6 @@ def silence(connection: socket.socket) -> float:
     information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     # Data that acknowledges nothing new counts as data alone.
     return float(min(struct.unpack_from("II", information, _LAST_RECEIVED))) / 1000
-
-
-@contextlib.contextmanager
-def in_folder(folder: Path) -> Iterator[str]:
-    """Yield a short path of a folder, because a socket's address has at most 107 characters."""
-    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
-    try:
-        yield f"/proc/self/fd/{descriptor}"
-    finally:
-        os.close(descriptor)
 
 
 def _connect_to(address: str) -> socket.socket:

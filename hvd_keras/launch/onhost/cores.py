@@ -7,37 +7,11 @@ import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from hvd_keras.runtime.linux import cpu_quota
+
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 # By which users choose the cores of threads themselves.
 _BINDING = ("OMP_PLACES", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
-
-
-def cpu_quota(
-    membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
-) -> float:
-    """Cores' worth of time that control groups leave this process; inf without a limit.
-
-    A group is bound by its own limit and by those of all groups above it. In version 1 the groups
-    for CPUs lie in a folder, and each limit in two files.
-    """
-    try:
-        lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
-    except OSError:
-        return float("inf")
-    quota = float("inf")
-    for number, controllers, group in lines:
-        if number != "0" and "cpu" not in controllers.split(","):
-            continue
-        leaf = root / ("" if number == "0" else "cpu") / group.strip("/")
-        names = ["cpu.max"] if number == "0" else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
-        for folder in (leaf, *leaf.parents):
-            try:
-                limit, period = " ".join((folder / name).read_text() for name in names).split()
-            except (OSError, ValueError):
-                continue
-            if limit not in ("max", "-1"):
-                quota = min(quota, int(limit) / int(period))
-    return quota
 
 
 def usable_cores() -> int:

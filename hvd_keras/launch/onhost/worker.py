@@ -23,6 +23,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hvd_keras.runtime.linux import in_folder
+
 from . import channel, fork_server, limits
 from .channel import PIECE, Connection, ProtocolError, silence
 from .cores import own_cores, usable_cores
@@ -198,7 +200,7 @@ class Worker:
             private_folder(_folder_path())
             private_folder(self._folder)
             ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            with channel.in_folder(self._folder) as short:
+            with in_folder(self._folder) as short:
                 ear.bind(f"{short}/tell")
             ear.setblocking(False)
             child = self._child = await self._start(order)

@@ -4,7 +4,7 @@
 #include <sched.h>
 
 #include <array>
-#include <string>
+#include <limits>
 
 namespace hvd {
 
@@ -16,10 +16,7 @@ Cores affinity();
 
 int count(const Cores& cores);
 
-// Cores' worth of CPU time that control groups leave this process, infinity without a limit. A
-// group is bound by its own limit and by those of all groups above it. `membership` is
-// this process's /proc/self/cgroup, `root` where the groups are mounted.
-double cpu_quota(const std::string& membership = "/proc/self/cgroup",
-                 const std::string& root = "/sys/fs/cgroup");
+// Cores' worth of CPU time that control groups leave this process, as hvd_init() was told.
+inline double cpu_quota = std::numeric_limits<double>::infinity();
 
 }  // namespace hvd

@@ -28,7 +28,7 @@ int ranks_per_core(MPI_Comm communicator, int ranks) {
   };
   std::atomic<int>& most = of_process<Most>().ranks;
   Cores mask = affinity();
-  double quota = cpu_quota();
+  double quota = cpu_quota;
   HVD_MPI(MPI_Allreduce(MPI_IN_PLACE, mask.data(), sizeof mask, MPI_BYTE, MPI_BOR, communicator));
   HVD_MPI(MPI_Allreduce(MPI_IN_PLACE, &quota, 1, MPI_DOUBLE, MPI_MIN, communicator));
   const int cores = std::max(1, static_cast<int>(std::min<double>(count(mask), quota)));

@@ -68,7 +68,6 @@ int close(int) { return 0; }
 
 Cores affinity() { return Cores{}; }
 int count(const Cores&) { return 1; }
-double cpu_quota(const std::string&, const std::string&) { return 1; }
 
 void send(const void* from, int64_t bytes, void* to) { std::memcpy(to, from, bytes); }
 
