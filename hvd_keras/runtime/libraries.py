@@ -78,7 +78,7 @@ def core() -> ctypes.CDLL:
     for name in ("error", "mpi_version", "mpi_file", "stats", "cuda", "nccl"):
         getattr(library, f"hvd_{name}").restype = text
     library.hvd_rank_info.argtypes = [numbers]
-    library.hvd_init.argtypes = [numbers, integer, pointer]
+    library.hvd_init.argtypes = [numbers, integer, pointer, ctypes.c_double]
     library.hvd_add_process_set.argtypes = [integer, numbers, integer]
     library.hvd_leave.argtypes = [text, ctypes.c_double]
     library.hvd_gpu_folders.argtypes = [text]
@@ -86,11 +86,6 @@ def core() -> ctypes.CDLL:
     library.hvd_submit.restype = pointer
     library.hvd_wait.argtypes = library.hvd_release.argtypes = [pointer]
     library.hvd_result.argtypes = [pointer, integer, pointer, pointer]
-    # Otherwise ctypes takes what a void function leaves for an int.
-    for name in ("rank_info", "remove_process_set", "set_log", "trace", "record_requests"):
-        getattr(library, f"hvd_{name}").restype = None
-    for name in ("gpu_folders", "use_gpu", "finalize", "abort"):
-        getattr(library, f"hvd_{name}").restype = None
     return library
 
 
