@@ -47,17 +47,16 @@ def _expect(fits: bool, option: str, text: str, expected: str) -> str:
     return text
 
 
-def _at_least(least: int, option: str, text: str) -> int:
+def _at_least(least: int, option: str, text: str, more: str = "") -> int:
     fits = text.isascii() and text.isdecimal() and int(text) >= least
     expected = "a positive integer" if least == 1 else f"an integer of at least {least}"
-    return int(_expect(fits, option, text, expected))
+    return int(_expect(fits, option, text, expected + more))
 
 
 def _size(option: str, text: str) -> int:
     number = text.removeprefix("p")  # "-np2" is "-n p2" to argparse
-    fits = number.isascii() and number.isdecimal() and int(number) > 0
-    expected = "a positive integer, or auto for one rank per GPU, or per core without GPUs"
-    return AUTO if number == "auto" else int(_expect(fits, option, number, expected))
+    more = ", or auto for one rank per GPU, or per core without GPUs"
+    return AUTO if number == "auto" else _at_least(1, option, number, more)
 
 
 def _words(option: str, text: str) -> list[str]:

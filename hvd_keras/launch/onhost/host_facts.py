@@ -15,12 +15,8 @@ def version(*names: str) -> "str | None":
     """Return the version of the first of these that is installed."""
     import importlib.metadata  # slow, and hvdrun needs it for several hosts alone
 
-    for name in names:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+    found = (one for name in names for one in importlib.metadata.distributions(name=name))
+    return next((one.version for one in found), None)
 
 
 def look(directory: str, program: str) -> "dict[str, object]":
