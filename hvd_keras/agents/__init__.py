@@ -3,7 +3,7 @@
 Such a system starts one process per rank, called a place. In each of them an `Agent` lives, by
 which hvdrun, started in the first place, reaches that host:
 
-    with Agent(call, address) as agent:
+    with contextlib.closing(Agent(call, address)) as agent:
         places = [...]  # each place's `agent.facts`, exchanged by the system's own means
         if first:
             results = call.start(function, places)
@@ -105,7 +105,7 @@ class Call:
 
 
 class Agent:
-    """The agent of the place that this process is, while the context lasts.
+    """The agent of the place that this process is, until it is closed.
 
     Others reach this place at `address`, a name or an IPv4 address; raises OSError if it is not one
     of this host's.
@@ -122,7 +122,7 @@ class Agent:
         print(json.dumps(config), file=self._process.stdin, flush=True)
         self._port = self._process.stdout.readline().strip()
         if not self._port:
-            self.__exit__()
+            self.close()
             raise OSError(f"no agent can listen on {self._address} of {socket.gethostname()}")
 
     def facts(self) -> dict[str, Any]:
@@ -136,10 +136,8 @@ class Agent:
             "has_directory": Path(self._call.directory).is_dir(),
         }
 
-    def __enter__(self) -> "Agent":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """End the agent, and all that it has started."""
         self._process.stdin.close()
         self._process.stdout.read()  # to its end, which is that of the agent
         self._process.stdout.close()

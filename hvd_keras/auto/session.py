@@ -1,11 +1,8 @@
 """Starts ranks for a notebook or another session that hvdrun has not started, as the first rank.
 
-hvdrun starts all ranks. The process of the first one gives its environment to the session, which
-joins MPI in its place, and stays until the session ends.
+hvdrun starts all ranks. The process of the first one stands in for the session, until that ends.
 """
 
-import json
-import os
 import socket
 import subprocess
 import sys
@@ -13,13 +10,12 @@ import tempfile
 import threading
 from pathlib import Path
 
+from hvd_keras.agents.stand_in import Joining
 from hvd_keras.launch.onhost.cores import THREAD_VARIABLES
 from hvd_keras.runtime import libraries, settings
 
 # What stays the session's own: its folder for temporary files outlives the job.
 _OWN = (*THREAD_VARIABLES, "TMPDIR")
-# The environment variable that holds a descriptor: MPICH's, through which a rank talks to mpirun.
-_DESCRIPTOR = "PMI_FD"
 
 
 def start(np: int | None, hosts: str | None, *command: str) -> None:
@@ -28,7 +24,7 @@ def start(np: int | None, hosts: str | None, *command: str) -> None:
     Args:
         np: how many.
         hosts: where; this host is the first.
-        command: what they run, with a path added to it; the first rank's calls ``stand_in``.
+        command: what they run, with a path added to it; the first rank stands in there.
 
     Raises:
         ValueError: this process is in a job already.
@@ -41,10 +37,7 @@ def start(np: int | None, hosts: str | None, *command: str) -> None:
         )
     with tempfile.TemporaryDirectory(prefix="hvd_keras-") as folder:
         path = str(Path(folder, "first"))
-        ear = socket.socket(socket.AF_UNIX)
-        ear.bind(path)
-        ear.listen()
-        ear.settimeout(0.1)
+        joining = Joining(path)
         where = ["-H", hosts] if hosts else ["--oversubscribe"]
         where += ["-np", str(np)] if np else []
         hvdrun = [sys.executable, "-m", "hvd_keras.hvdrun", *where, "--no-bind", "--no-init"]
@@ -52,22 +45,16 @@ def start(np: int | None, hosts: str | None, *command: str) -> None:
         job = subprocess.Popen(
             [*hvdrun, *command, path], stdin=subprocess.DEVNULL, start_new_session=True
         )
-        first = _accept(ear, job)
-    message, descriptors, _, _ = socket.recv_fds(first, 1, 1)
-    with first.makefile() as text:
-        environment = json.loads(message.decode() + text.readline())
-    if descriptors:
-        environment[_DESCRIPTOR] = str(descriptors[0])
-    os.environ.update({k: v for k, v in environment.items() if k not in _OWN})
+        first = _join(joining, job)
     settings.read.cache_clear()
     # While the thread holds the connection open, the process of the first rank lives.
     threading.Thread(target=_watch, args=[first], daemon=True).start()
 
 
-def _accept(ear: socket.socket, job: "subprocess.Popen[bytes]") -> socket.socket:
+def _join(joining: Joining, job: "subprocess.Popen[bytes]") -> socket.socket:
     while True:
         try:
-            return ear.accept()[0]
+            return joining.join(0.1, lambda name: name not in _OWN)
         except TimeoutError:
             if job.poll() is not None:
                 raise RuntimeError(
@@ -80,17 +67,3 @@ def _watch(first: socket.socket) -> None:
     """When hvdrun ends the job, as a worker has died, let nothing wait for it."""
     first.recv(1)
     libraries.core().hvd_give_up(b"a worker of hvd.auto has ended, and hvdrun has printed why")
-
-
-def stand_in(path: str) -> None:
-    """Be the first rank's process until the session ends."""
-    session = socket.socket(socket.AF_UNIX)
-    try:
-        session.connect(path)
-    except OSError:
-        sys.exit("hvd.auto: the first of the hosts must be that of the session")
-    message = json.dumps(dict(os.environ)).encode() + b"\n"
-    descriptors = [int(os.environ[_DESCRIPTOR])] if _DESCRIPTOR in os.environ else []
-    socket.send_fds(session, [message[:1]], descriptors)
-    session.sendall(message[1:])
-    session.recv(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import threading
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvd_keras import agents
+from hvd_keras.agents.stand_in import stand_in
 from hvd_keras.runtime import settings
 
 # Seconds in which Ray may notice that an actor has died.
@@ -178,7 +180,7 @@ class Place:
         """End the agent, and all that it has started."""
         self._released.set()
         if self._agent is not None:
-            self._agent.__exit__()
+            self._agent.close()
 
 
 def _actor(ray: Any, group: Any, number: int, each: Mapping[str, float], runtime_env: Any) -> Any:
@@ -238,6 +240,21 @@ def _on_gpus(gpus: Mapping[str, str], function: bytes) -> Any:
         settings.show_gpus(held)
     func, args, kwargs = cloudpickle.loads(function)
     return func(*args, **kwargs)
+
+
+def address(name: str, rank: int) -> str:
+    """Where a worker of Ray Train and its stand-in meet: an abstract Unix socket."""
+    return f"\0hvd-ray-{name}-{rank}"
+
+
+def stand_in_for_worker(name: str) -> None:
+    """What a rank calls that stands in for a worker. Raises RuntimeError with its traceback."""
+    rank = settings.launched_rank()
+    error = stand_in(address(name, rank))
+    if error is None:
+        os.kill(os.getpid(), signal.SIGKILL)  # as the worker
+    if error:
+        raise RuntimeError(f"the worker of rank {rank} failed:\n{error}")
 
 
 def _follow(

@@ -1,6 +1,6 @@
 """Ray Train: `hvd.ray.TrainConfig` makes the workers of a `DataParallelTrainer` one job.
 
-Each worker is a rank: see `stand_in.py`. Ray Train starts the workers again after a failure.
+Each worker is a rank: see `agents/stand_in.py`. Ray Train starts the workers again after a failure.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import ray
 from ray.train.backend import Backend, BackendConfig
 
 from hvd_keras import agents
-from hvd_keras.ray.stand_in import Joining, stand_in
+from hvd_keras.agents.stand_in import Joining
+from hvd_keras.launch.onhost.worker import CALL
+from hvd_keras.ray.run import address, stand_in_for_worker
 
 # Seconds for hvdrun to start the stand-ins.
 START = 120.0
@@ -27,6 +29,9 @@ END = 60.0
 
 # Seconds for which a worker that failed waits until the others have its error.
 ERROR_SECONDS = 2.0
+
+# What a worker needs of its stand-in's environment.
+PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "HVD_", "HVDRUN_")
 
 
 @dataclass
@@ -83,8 +88,8 @@ _state: _State | None = None
 def _open(call: agents.Call) -> dict[str, Any]:
     global _state
     rank = ray.train.get_context().get_world_rank()
-    address = str(ray.util.get_node_ip_address())
-    _state = _State(agents.Agent(call, address), Joining(call.run, rank))
+    agent = agents.Agent(call, str(ray.util.get_node_ip_address()))
+    _state = _State(agent, Joining(address(call.run, rank)))
     return _state.agent.facts()
 
 
@@ -93,7 +98,7 @@ def _start(call: agents.Call, places: Sequence[Any]) -> None:
     import cloudpickle
 
     assert _state is not None
-    state, function = _state, cloudpickle.dumps((stand_in, (call.run,), {}))
+    state, function = _state, cloudpickle.dumps((stand_in_for_worker, (call.run,), {}))
 
     def start() -> None:
         try:
@@ -113,7 +118,7 @@ def _join() -> str:
         if _state.error:
             return _state.error
         with contextlib.suppress(TimeoutError):
-            _state.joining.join(1.0)
+            _state.joining.join(1.0, lambda name: name.startswith(PREFIXES) and name != CALL)
             return ""
     return f"hvdrun has not started all ranks within {START:g} s"
 
@@ -127,7 +132,7 @@ def _end() -> None:
     state.joining.end("")
     if state.job is not None:
         state.job.join(END)
-    state.agent.__exit__()
+    state.agent.close()
 
 
 @contextlib.contextmanager

@@ -55,7 +55,7 @@ def work(
         if link.receive() is None:
             raise RuntimeError("Spark has repeated the stage; its ranks are started once only")
         address = context.getTaskInfos()[number].address.rpartition(":")[0]
-        with agents.Agent(call, address) as agent:
+        with contextlib.closing(agents.Agent(call, address)) as agent:
             gathered = context.allGather(json.dumps(agent.facts()))
             places = [json.loads(text) for text in gathered]
             found = [] if number else [_lead(call, function, places, link)]

@@ -14,7 +14,7 @@ SECRET = "5" * 64
 
 # A place: `place.py NUMBER HOST…`. The places exchange their facts through files.
 PLACE = f"""
-import json, os, pathlib, signal, socket, sys, time
+import contextlib, json, os, pathlib, signal, socket, sys, time
 import cloudpickle
 from hvd_keras import agents
 
@@ -35,7 +35,7 @@ number, *hosts = sys.argv[1:]
 call = agents.Call(
     "test", cores=3, environment={{"WAIT": os.environ["WAIT"]}}, run="{"a" * 16}", secret={SECRET!r}
 )
-with agents.Agent(call, hosts[int(number)]) as agent:
+with contextlib.closing(agents.Agent(call, hosts[int(number)])) as agent:
     pathlib.Path(f"part-{{number}}").write_text(json.dumps(agent.facts()))
     os.rename(f"part-{{number}}", f"place-{{number}}")
     places = [json.loads(path.read_text()) for path in await_files("place-*", len(hosts))]
