@@ -9,6 +9,7 @@ import collections
 import contextlib
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -452,5 +453,13 @@ def _save(optimizer: Any, store: Any) -> None:
 
 def _load(optimizer: Any, store: Any) -> None:
     """Replace ``load_own_variables``: the file has the whole state."""
+    if len(store.keys()) != len(optimizer.variables):  # as Keras: it is another optimizer's
+        warnings.warn(
+            f"Skipping variable loading for optimizer '{optimizer.name}', because it has "
+            f"{len(optimizer.variables)} variables whereas the saved optimizer has "
+            f"{len(store.keys())} variables.",
+            stacklevel=2,
+        )
+        return
     for i, variable in enumerate(optimizer.variables):
         shards.assign(variable, np.asarray(store[str(i)]))
