@@ -5,6 +5,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import hvd_keras as hvd
 
@@ -58,6 +59,45 @@ def mine(model: keras.Model) -> tuple[np.ndarray, np.ndarray]:
     return shard(x, hvd.rank(), hvd.size()), shard(y, hvd.rank(), hvd.size())
 
 
+def compiled(model: keras.Model | None = None, optimizer: Any = None, **options: Any) -> Any:
+    """Compiles a model, by default ``dense_model``, for all ranks."""
+    model = model or dense_model()
+    optimizer = hvd.DistributedOptimizer(optimizer or keras.optimizers.SGD(0.01))
+    model.compile(optimizer, **{"loss": "mse", **options})
+    return model
+
+
+def fit(model: keras.Model, *callbacks: Any, data: Any = None, broadcast=True, **options: Any):
+    """Fits ``data``, by default this rank's rows, in their order; returns the logs."""
+    first = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)] if broadcast else []
+    options = {"verbose": 0, "shuffle": False, **options, "callbacks": [*first, *callbacks]}
+    if isinstance(data, tf.data.Dataset):
+        return model.fit(data, **options).history
+    return model.fit(*(data or mine(model)), **{"batch_size": BATCH, **options}).history
+
+
+class OwnStep(keras.Sequential):
+    """A typical ``train_step``, of which a derived class chooses the parts."""
+
+    def loss_of(self, x, y):
+        return self.compute_loss(x, y, self(x, training=True))
+
+    def tape(self, tape):
+        return tape
+
+    def change(self, gradients):
+        return gradients
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(x, y)
+        weights = self.trainable_variables
+        gradients = self.change(self.tape(tape).gradient(loss, weights))
+        self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        return {"loss": loss}
+
+
 class Crash(keras.callbacks.Callback):
     """Ends ``fit`` after so many batches, counted over all epochs; 0: never."""
 
@@ -86,31 +126,28 @@ def assert_bit_identical_on_all_ranks(model: keras.Model) -> None:
     assert all((theirs == everyone[0]).all() for theirs in everyone)
 
 
+def assert_same(values, others) -> None:
+    """Checks that variables or arrays are the same, bit for bit."""
+    for one, other in zip(values, others, strict=True):
+        np.testing.assert_array_equal(one, other, err_msg=getattr(one, "path", ""))
+
+
+def assert_close(model: keras.Model, other: keras.Model, rtol=1e-4, atol=1e-5) -> None:
+    np.testing.assert_allclose(flat(model), flat(other), rtol=rtol, atol=atol)
+
+
 def assert_trains_like_one_process(
     make_model: Callable[[], keras.Model],
     make_optimizer: Callable[[], keras.optimizers.Optimizer],
     *,
     rtol: float = 1e-4,
     atol: float = 1e-5,
-    sparse_as_dense: bool = False,
-    **compile_arguments: Any,
 ) -> keras.Model:
     """Checks that N ranks with batch B get the weights of one process with batch N * B."""
     rank, size = hvd.rank(), hvd.size()
     together = make_model()
     set_weights(together, seed=rank)  # the broadcast must make them equal
-    x, y = data(together, size)
-    optimizer = hvd.DistributedOptimizer(make_optimizer(), sparse_as_dense=sparse_as_dense)
-    together.compile(optimizer=optimizer, loss="mse", **compile_arguments)
-    together.fit(
-        shard(x, rank, size),
-        shard(y, rank, size),
-        batch_size=BATCH,
-        epochs=2,
-        shuffle=False,
-        verbose=0,
-        callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)],
-    )
+    fit(compiled(together, make_optimizer()), epochs=2)
     assert_bit_identical_on_all_ranks(together)
     if rank > 0:  # the weights are equal on all ranks, so rank 0 is enough
         return together
@@ -118,10 +155,10 @@ def assert_trains_like_one_process(
     alone = make_model()
     set_weights(alone, seed=0)
     start = flat(alone)
-    alone.compile(optimizer=make_optimizer(), loss="mse", **compile_arguments)
+    alone.compile(optimizer=make_optimizer(), loss="mse")
     # If Keras built it while tracing the first step, ScheduleFreeAdamW would restart in every step.
     alone.optimizer.build(alone.trainable_variables)
-    alone.fit(x, y, batch_size=size * BATCH, epochs=2, shuffle=False, verbose=0)
+    alone.fit(*data(alone, size), batch_size=size * BATCH, epochs=2, shuffle=False, verbose=0)
     assert np.abs(flat(alone) - start).max() > 10 * atol, "training did nothing"
-    np.testing.assert_allclose(flat(together), flat(alone), rtol=rtol, atol=atol)
+    assert_close(together, alone, rtol, atol)
     return together

@@ -21,15 +21,7 @@ several = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ fr
 
 
 def fit(model: keras.Model, callbacks: list, epochs: int = 1, **arguments) -> dict:
-    return model.fit(
-        *training.mine(model),
-        batch_size=training.BATCH,
-        epochs=epochs,
-        shuffle=False,
-        verbose=0,
-        callbacks=callbacks,
-        **arguments,
-    ).history
+    return training.fit(model, *callbacks, broadcast=False, epochs=epochs, **arguments)
 
 
 def train(model: keras.Model, callbacks: list, known: bool, **arguments) -> list[float]:
@@ -60,8 +52,7 @@ class Record(keras.callbacks.Callback):
 
 def compiled(model: keras.Model, optimizer=None, **arguments) -> keras.Model:
     optimizer = optimizer or keras.optimizers.SGD(0.1, momentum=0.9)
-    model.compile(optimizer=hvd.DistributedOptimizer(optimizer), loss="mse", **arguments)
-    return model
+    return training.compiled(model, optimizer, **arguments)
 
 
 @pytest.mark.parametrize("root", [pytest.param(0, marks=pytest.mark.slow), SIZE - 1])

@@ -10,10 +10,9 @@ import tensorflow as tf
 
 import hvd_keras as hvd
 from tests.harness import training
-from tests.parallel.test_parted import compiled, fit, mine
+from tests.harness.training import compiled, fit
 
 RANK, SIZE = hvd.rank(), hvd.size()
-pytestmark = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ from")
 optimizers = keras.optimizers
 LAST = RANK == SIZE - 1
 
@@ -94,15 +93,11 @@ def test_models_that_differ(name: str) -> None:
 
 
 def own_step(factor: float) -> keras.Model:
-    class OwnStep(keras.Sequential):
-        def train_step(self, data):
-            with tf.GradientTape() as tape:
-                loss = factor * tf.reduce_mean((self(data[0]) - data[1]) ** 2)
-            weights = self.trainable_weights
-            self.optimizer.apply(tape.gradient(loss, weights), weights)
-            return {"loss": loss}
+    class Scaled(training.OwnStep):
+        def loss_of(self, x, y):
+            return factor * tf.reduce_mean((self(x) - y) ** 2)
 
-    return OwnStep([keras.Input((5,)), keras.layers.Dense(1)])
+    return Scaled([keras.Input((5,)), keras.layers.Dense(1)])
 
 
 def scaled(factor: float):
@@ -164,8 +159,7 @@ def test_what_may_differ() -> None:
             keras.layers.Dense(1, kernel_initializer=keras.initializers.RandomNormal(seed=RANK)),
         ]
     )
-    x, y = mine()
-    data = (x, y) if RANK == 0 else None
+    data = training.mine(model) if RANK == 0 else None
     fit(compiled(model, SGD(rate)), verbose=by_rank(0, 2), validation_data=data)
     training.assert_bit_identical_on_all_ranks(model)
     assert float(model.optimizer.learning_rate) == pytest.approx(0.1)

@@ -41,8 +41,7 @@ def both(make_model, feed=arrays, epochs=1, **compile_arguments):
 
 def assert_equal(alone, together) -> None:
     if RANK == 0:
-        weights = training.flat(together), training.flat(alone)
-        np.testing.assert_allclose(*weights, rtol=1e-4, atol=1e-5)
+        training.assert_close(together, alone)
     training.assert_bit_identical_on_all_ranks(together)
 
 
@@ -109,25 +108,18 @@ class Contrast(keras.losses.Loss):
         return keras.ops.logsumexp(y_pred @ keras.ops.transpose(y_pred), -1) - y_true[:, 0]
 
 
-class Divided(keras.Sequential):
+class Divided(training.OwnStep):
     """Makes a mean of what the loss of compile adds up, or of each row's."""
 
-    def train_step(self, data):
-        x, y = data
-        rows = tf.cast(tf.shape(x)[0], tf.float32)
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
-            if self.how == "largest":
-                loss = tf.reduce_mean(tf.nn.relu(loss - 0.1))
-            elif self.how == "variable":
-                loss = tf.reduce_sum(loss) / self.divisor
-            elif self.how == "all" and hasattr(self.optimizer, "_hvd_reducer"):
-                loss /= hvd.allreduce(rows, op=hvd.Sum)
-            elif self.how != "sum":
-                loss = tf.reduce_sum(loss) / rows
-        weights = self.trainable_variables
-        self.optimizer.apply(tape.gradient(loss, weights), weights)
-        return {"loss": loss}
+    def loss_of(self, x, y):
+        rows, loss = tf.cast(tf.shape(x)[0], tf.float32), super().loss_of(x, y)
+        if self.how == "largest":
+            return tf.reduce_mean(tf.nn.relu(loss - 0.1))
+        if self.how == "variable":
+            return tf.reduce_sum(loss) / self.divisor
+        if self.how == "all" and hasattr(self.optimizer, "_hvd_reducer"):
+            return loss / hvd.allreduce(rows, op=hvd.Sum)
+        return loss if self.how == "sum" else tf.reduce_sum(loss) / rows
 
 
 @pytest.mark.parametrize("eager", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -217,7 +209,7 @@ def test_keras_own_step_is_traced_once(kind: str) -> None:
     assert set(logs) == set(expected)
     for key, values in expected.items():
         np.testing.assert_allclose(logs[key], values, rtol=1e-4, atol=1e-6, err_msg=key)
-    np.testing.assert_allclose(*map(training.flat, (together, alone)), rtol=1e-4, atol=1e-5)
+    training.assert_close(together, alone)
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank may use a strategy")

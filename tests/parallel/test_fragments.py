@@ -14,6 +14,7 @@ from tests.parallel.test_rounds import (
     BATCH,
     EPOCHS,
     STEPS,
+    Record,
     assert_as_by_hand,
     build,
     fit,
@@ -104,20 +105,6 @@ def test_fragments_with_every_option(option: str) -> None:
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("compression", ["none", "bf16", "int8"])
 def test_fragments_divide_the_bytes_of_a_sync(compression: str) -> None:
-    class Record(keras.callbacks.Callback):
-        def __init__(self) -> None:
-            super().__init__()
-            self.sent, self.equal = [], []
-
-        def on_train_batch_begin(self, batch, logs=None) -> None:
-            self.before = hvd.stats()["collectives"]["allreduce"]["bytes"]
-
-        def on_train_batch_end(self, batch, logs=None) -> None:
-            hvd.barrier()  # on the queue behind what is in flight
-            self.sent.append(hvd.stats()["collectives"]["allreduce"]["bytes"] - self.before)
-            theirs = hvd.allgather_object(training.flat(self.model).tobytes())
-            self.equal.append(len({*theirs}) == 1)
-
     def trained(fragments: int, more: Any = (), **how: Any) -> np.ndarray:
         # Most values are in one variable, of which each fragment has a part.
         large = layers.Dense(128, "tanh")
@@ -176,8 +163,7 @@ def test_what_is_no_number_reaches_all_ranks_in_int8() -> None:
         )
     )
     x, y = rows()
-    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
-    model.fit(x, y * (np.nan if RANK else 1), batch_size=BATCH, verbose=0, callbacks=callbacks)
+    training.fit(model, data=(x, y * (np.nan if RANK else 1)))
     assert np.isnan(training.flat(model)).all()
 
 

@@ -11,7 +11,7 @@ import hvd_keras as hvd
 from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()
-ROWS, STEPS, LENGTH = 4, 6, 6
+ROWS, STEPS, LENGTH = training.BATCH, training.STEPS, 6
 losses = keras.losses
 NONE = "sum_over_batch_size"
 
@@ -30,8 +30,7 @@ def rows(seed: int = 1):
 
 
 def mine(array: np.ndarray) -> np.ndarray:
-    parts = array.reshape(STEPS, SIZE, ROWS, *array.shape[1:])[:, RANK]
-    return parts.reshape(-1, *array.shape[1:])
+    return training.shard(array, RANK, SIZE)
 
 
 def masked(mask_zero: bool = True) -> keras.Model:
@@ -90,14 +89,13 @@ def test_a_step_of_its_own_that_divides_a_sum(reduction, axis, eager, warned) ->
     model.divides = False
     model.compile(hvd.DistributedOptimizer(SGD(0.001)), run_eagerly=eager)
     x, y, _ = rows()
-    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-    model.fit(mine(x), mine(y), batch_size=ROWS, verbose=0, callbacks=[broadcast])
-    assert any("as a sum" in text for text in warned) == (SIZE > 1)
+    training.fit(model, data=(mine(x), mine(y)))
+    assert any("as a sum" in text for text in warned)
 
 
 @pytest.mark.parametrize("by_loss", [True, False])
 @pytest.mark.parametrize(
-    ("divisor", "is_told"), [(ROWS, False), (SIZE * ROWS, SIZE > 1), (ROWS + 3, SIZE > 1)]
+    ("divisor", "is_told"), [(ROWS, False), (SIZE * ROWS, True), (ROWS + 3, True)]
 )
 def test_a_sum_that_is_divided_by_a_constant(divisor, is_told, by_loss, warned) -> None:
     class Own(Divides):
@@ -110,8 +108,7 @@ def test_a_sum_that_is_divided_by_a_constant(divisor, is_told, by_loss, warned) 
     model = Own(model.inputs, model.outputs[0])
     model.compile(hvd.DistributedOptimizer(SGD(0.001)))
     x, y, _ = rows()
-    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-    model.fit(mine(x), mine(y), batch_size=ROWS, verbose=0, callbacks=[broadcast])
+    training.fit(model, data=(mine(x), mine(y)))
     told = any("sum" in text for text in warned)
     assert told == (is_told and (by_loss or RANK == 0)), warned
 
@@ -119,17 +116,11 @@ def test_a_sum_that_is_divided_by_a_constant(divisor, is_told, by_loss, warned) 
 SGD = keras.optimizers.SGD
 
 
-def same_weights(one: keras.Model, other: keras.Model) -> None:
-    random = np.random.default_rng(3)
-    values = [random.normal(size=w.shape, scale=0.3) for w in one.get_weights()]
-    one.set_weights(values)
-    other.set_weights(values)
-
-
 def check(make, optimizer=SGD, weighted=False, targets=lambda y: y, jit=False, **options) -> None:
     """Compares one process, which has all rows, with all ranks: weights and logs."""
     alone, together = make(), make()
-    same_weights(alone, together)
+    for model in (alone, together):
+        training.set_weights(model, seed=3)
     x, y, weights = rows()
     y, shown = targets(y), []
     average = hvd.callbacks.MetricAverageCallback()
@@ -162,8 +153,7 @@ def check(make, optimizer=SGD, weighted=False, targets=lambda y: y, jit=False, *
         shown.append(history.history)
     training.assert_bit_identical_on_all_ranks(together)
     if RANK == 0:
-        weights = training.flat(together), training.flat(alone)
-        np.testing.assert_allclose(*weights, rtol=1e-4, atol=1e-5)
+        training.assert_close(together, alone)
         for key, values in shown[1].items():
             np.testing.assert_allclose(shown[0][key], values, rtol=1e-4, err_msg=key)
 
@@ -255,7 +245,8 @@ def test_batches_that_each_rank_pads_by_itself(eager: bool) -> None:
         [keras.Input((None,), dtype="int32"), keras.layers.Embedding(20, 4), keras.layers.Dense(1)]
     )
     alone = keras.models.clone_model(model)
-    same_weights(alone, model)
+    for net in (alone, model):
+        training.set_weights(net, seed=3)
 
     def batches(x, y, size):
         for begin in range(0, len(x), size):
@@ -274,8 +265,7 @@ def test_batches_that_each_rank_pads_by_itself(eager: bool) -> None:
             net.fit(data, verbose=0)
     training.assert_bit_identical_on_all_ranks(model)
     if RANK == 0:
-        weights = training.flat(model), training.flat(alone)
-        np.testing.assert_allclose(*weights, rtol=1e-4, atol=1e-5)
+        training.assert_close(model, alone)
 
 
 def test_a_loss_that_gathers_rows_itself() -> None:
@@ -289,9 +279,8 @@ def test_a_loss_that_gathers_rows_itself() -> None:
         model.set_weights([np.cos(np.arange(w.size)).reshape(w.shape) for w in model.get_weights()])
         model.compile(hvd.DistributedOptimizer(SGD(0.01)), loss)
         x, y, _ = rows()
-        callbacks = [hvd.callbacks.MetricAverageCallback()]
-        arguments = {"batch_size": ROWS, "shuffle": False, "verbose": 0, "callbacks": callbacks}
-        logs = model.fit(mine(x), mine(y), **arguments).history
+        average = hvd.callbacks.MetricAverageCallback()
+        logs = training.fit(model, average, data=(mine(x), mine(y)), broadcast=False)
         shown.append([logs["loss"], model.get_weights()])
     for one, other in zip(*shown, strict=True):
         tf.nest.map_structure(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), one, other)
@@ -303,15 +292,12 @@ def test_validation_in_an_unknown_number_of_steps_warns(warned) -> None:
     model.compile(hvd.DistributedOptimizer(SGD(0.01)), loss="mse")
     more = [np.concatenate([mine(a), mine(a)[: RANK * ROWS]]) for a in (x, y)]
     data = tf.data.Dataset.from_tensor_slices(tuple(more)).batch(ROWS)
-    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-    callbacks = [broadcast, hvd.callbacks.MetricAverageCallback()]
-    unknown = data.filter(lambda x, y: tf.size(x) > 0)
-    fitted = {"batch_size": ROWS, "verbose": 0, "callbacks": callbacks}
-    model.fit(mine(x), mine(y), validation_data=unknown, **fitted)
-    assert sum("validate in different numbers" in text for text in warned) == (SIZE > 1 > RANK)
+    unknown = {"validation_data": data.filter(lambda x, y: tf.size(x) > 0)}
+    average = hvd.callbacks.MetricAverageCallback()
+    training.fit(model, average, data=(mine(x), mine(y)), **unknown)
+    assert sum("validate in different numbers" in text for text in warned) == (RANK == 0)
 
 
-@pytest.mark.skipif(SIZE == 1, reason="one rank divides as one process")
 @pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("kind", ["masked", "summed", "without a mask", "of all rows"])
 def test_a_custom_loop_with_a_masked_or_summed_loss_warns(kind: str, eager: bool, warned) -> None:

@@ -12,7 +12,6 @@ from hvd_keras.training import metric_states
 from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()
-several = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ from")
 BATCH = 4
 CLASSES = 3
 
@@ -171,7 +170,7 @@ def assert_not_means_of(local: dict, expected: dict) -> None:
         mean = np.mean([theirs[key] for theirs in everyone], axis=0)
         name = key.removeprefix("val_")
         differs[name] = differs.get(name, False) or np.abs(mean - value).max() > 1e-4
-    assert SIZE == 1 or all(differs.values()), differs
+    assert all(differs.values()), differs
 
 
 @pytest.mark.cases(1)
@@ -190,7 +189,7 @@ def test_states_that_are_no_sums_are_averaged_with_one_warning(metric) -> None:
         warnings.simplefilter("always")
         logs = fit(model, train(RANK)[:2], val(RANK)[:2], averaged(), epochs=3)
     told = [str(w.message) for w in caught if "MetricAverageCallback" in str(w.message)]
-    assert len(told) == (1 if RANK == 0 and SIZE > 1 else 0)
+    assert len(told) == (RANK == 0)
     assert all(f"for {name} the unweighted mean" in text for text in told)
     assert all(metric.__name__ in text for text in told)
     for key in (name, f"val_{name}"):
@@ -273,7 +272,6 @@ def test_evaluate_that_breaks_off_leaves_later_ones_alone() -> None:
     hvd.allreduce([1.0])
 
 
-@several
 @pytest.mark.parametrize("ahead", ["evaluates", pytest.param("changes", marks=pytest.mark.slow)])
 def test_logs_that_are_not_of_the_metrics_are_averaged_with_a_warning(ahead: str) -> None:
     class Ahead(keras.callbacks.Callback):
@@ -340,7 +338,6 @@ def test_metrics_that_a_train_step_logs_under_other_names_are_exact() -> None:
     assert_not_means_of(logs_of(train(RANK), val(RANK)), expected)
 
 
-@several
 def test_result_that_is_a_variable() -> None:
     """Keras would log the variable's value after the validation as the training's."""
     train, val = binary(training_data), binary(validation_data)
@@ -366,7 +363,6 @@ def test_names_that_occur_twice() -> None:
     assert_equal(logs, expected)
 
 
-@several
 @pytest.mark.parametrize(
     ("mine", "text"),
     [
@@ -447,8 +443,7 @@ class ByName(keras.Sequential):
 
 def test_a_loss_that_a_metric_computes_is_not_weighed() -> None:
     model = ByName([keras.Input((3,)), keras.layers.Dense(1, kernel_initializer="ones")])
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.0))
-    model.compile(optimizer, "mse", metrics=[OfALoss()])
+    training.compiled(model, keras.optimizers.SGD(0.0), metrics=[OfALoss()])
     x = np.random.default_rng(RANK).normal(size=(8, 3))
     logs = model.fit(x, x[:, :1], batch_size=4, verbose=0).history
     expected = np.mean(np.square(x.sum(1) - x[:, 0]))

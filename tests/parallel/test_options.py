@@ -10,7 +10,6 @@ from hvd_keras.gradients import agreement
 from tests.harness import inputs, training
 
 RANK, SIZE = hvd.rank(), hvd.size()
-several = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ from")
 optimizers = keras.optimizers
 MODELS = {"dense": training.dense_model, "sparse": training.sparse_model}
 
@@ -46,8 +45,7 @@ def test_compression_keeps_to_its_error_bound(compression: str, error: float) ->
     np.testing.assert_allclose(reduced, exact, rtol=error)
     if compression != "none":
         assert not np.allclose(reduced, exact, rtol=error / 1000), "nothing was compressed"
-    if SIZE > 1:  # one rank has nothing to send
-        np.testing.assert_array_equal(reduced, got)
+    np.testing.assert_array_equal(reduced, got)
 
 
 @pytest.mark.host("NCCL sums in the dtype that is sent")
@@ -74,7 +72,6 @@ def test_compression_keeps_to_its_error_bound_over_the_whole_range(
     np.testing.assert_array_equal(got[:2], 0.0)
 
 
-@several
 def test_compression_beyond_the_range_gives_infinity_to_all_ranks() -> None:
     def one(rank: int, value: float) -> float:
         return value if rank == RANK else 1.0
@@ -89,7 +86,6 @@ def test_compression_beyond_the_range_gives_infinity_to_all_ranks() -> None:
 
 
 @pytest.mark.host("for NCCL, TensorFlow casts")
-@several
 def test_ranks_that_compress_differently_get_an_error() -> None:
     how = hvd.Compression.fp16 if RANK == 0 else hvd.Compression.none
     with pytest.raises(tf.errors.FailedPreconditionError, match="compression=float16 float32"):
@@ -122,7 +118,6 @@ def test_compression_of_sparse_gradients_and_integers(compression: str) -> None:
     np.testing.assert_array_equal(integers, [sum(70000 + r for r in range(SIZE))])
 
 
-@several
 def test_a_compression_of_the_users() -> None:
     class Halves(hvd.Compressor):
         @staticmethod
@@ -155,7 +150,6 @@ def test_options_that_do_not_change_the_result(options: dict) -> None:
         np.testing.assert_allclose(got, mean(shape), rtol=1e-6)
 
 
-@several
 @pytest.mark.parametrize("compression", ["none", "fp16"])
 @pytest.mark.parametrize("xla", [False, True])
 def test_on_a_gpu_all_buckets_are_awaited_once(monkeypatch, compression: str, xla: bool) -> None:
@@ -190,10 +184,9 @@ def test_groups_of_variables_share_a_request() -> None:
     step()
     for i, v in enumerate(variables):
         np.testing.assert_allclose(v, -np.full(3, np.mean(np.arange(SIZE)) + i + 1), rtol=1e-6)
-    if SIZE > 1:
-        operations = step.get_concrete_function().graph.get_operations()
-        counts = [len(op.inputs) for op in operations if op.type == "HvdAllreduce"]
-        assert sorted(counts) == [1, 1, 2]
+    operations = step.get_concrete_function().graph.get_operations()
+    counts = [len(op.inputs) for op in operations if op.type == "HvdAllreduce"]
+    assert sorted(counts) == [1, 1, 2]
 
 
 @pytest.mark.cases(1)
@@ -235,7 +228,7 @@ def test_local_variables_keep_their_gradient(scaled: bool) -> None:
         lambda: optimizer.apply([tf.fill([2 + RANK], RANK + 1.0), tf.fill([3], RANK + 1.0)])
     )
     step()
-    expected = (RANK + 1) / (SIZE if scaled and SIZE > 1 else 1)
+    expected = (RANK + 1) / (SIZE if scaled else 1)
     np.testing.assert_allclose(local, np.full(2 + RANK, -expected), rtol=1e-6)
     np.testing.assert_allclose(shared, np.full(3, -(SIZE + 1) / 2), rtol=1e-6)
 
@@ -381,7 +374,6 @@ def test_learning_rates_grow_with_the_size() -> None:
     assert hvd.sqrt_scaling(0.1) ** 2 == pytest.approx(0.01 * SIZE)
 
 
-@several
 def test_masked_synchronised_batch_normalisation_is_refused() -> None:
     layer = hvd.SyncBatchNormalization()
     with pytest.raises(ValueError, match="which is not supported"):

@@ -15,9 +15,9 @@ from hvd_keras.gradients import values
 from hvd_keras.runtime import log, settings
 from tests.harness import training
 from tests.harness.shards import Batches
+from tests.harness.training import compiled, fit
 
 RANK, SIZE = hvd.rank(), hvd.size()
-pytestmark = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ from")
 SGD = keras.optimizers.SGD
 # The same lines tell it in both ways, as test_a_rate_from_the_ranks_own_logs shows.
 WAYS = [False, pytest.param(True, marks=pytest.mark.slow)]
@@ -52,20 +52,6 @@ def by_default(values):
 
 def mine():
     return training.mine(training.dense_model())
-
-
-def compiled(model=None, optimizer=None, **options) -> keras.Model:
-    model = model or training.dense_model()
-    optimizer = hvd.DistributedOptimizer(optimizer or SGD(0.01))
-    model.compile(optimizer, **{"loss": "mse", **options})
-    return model
-
-
-def fit(model, *callbacks, broadcast=True, data=None, **arguments) -> None:
-    first = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)] if broadcast else []
-    x, y = data or mine()
-    arguments = {"batch_size": training.BATCH, "verbose": 0, "shuffle": False, **arguments}
-    model.fit(x, y, callbacks=[*first, *callbacks], **arguments)
 
 
 def test_weights_set_on_one_rank_between_two_fits(told) -> None:
@@ -365,8 +351,7 @@ def test_all_ranks_train_on_the_same_rows(kind: int, at_once: int, told) -> None
     for data, differ in ((whole, False), (mine(), True)):
         x, arguments = list(datasets(*data))[kind]
         model = training.dense_model()
-        optimizer = hvd.DistributedOptimizer(SGD(0.01))
-        model.compile(optimizer, loss="mse", steps_per_execution=at_once)
+        training.compiled(model, SGD(0.01), steps_per_execution=at_once)
         text = told(
             lambda model=model, x=x, arguments=arguments: model.fit(
                 x, **{"shuffle": False, **arguments}, callbacks=[broadcast], verbose=0

@@ -17,7 +17,6 @@ from tests.programs.own import Own
 RANK, SIZE = hvd.rank(), hvd.size()
 pytestmark = pytest.mark.ranks(2, 3)
 EVERYONE = hvd.global_process_set
-several = pytest.mark.skipif(SIZE == 1, reason="one rank has all")
 two = pytest.mark.skipif(SIZE > 2, reason="more ranks change nothing")
 optimizers = keras.optimizers
 REFUSED = {"Adafactor": "rows and columns", "ScheduleFreeAdamW": "copies of the weights"}
@@ -98,7 +97,7 @@ def check_cell(optimizer: str, option: str, eagerly: bool = False) -> None:
         return
     # In graphs, TensorFlow moves factors such as the norm's, and so rounds elsewhere.
     result = assert_bit_equal(make, eagerly=eagerly or option == "global_clipnorm")
-    if SIZE > 1 and optimizer != "SGD":
+    if optimizer != "SGD":
         assert any(v.shape == (0,) for v in result.variables), "has all slots"
 
 
@@ -226,13 +225,11 @@ def test_variables_of_one_rank() -> None:
             optimizer.apply(gradients(step, trained))
         results.append(np.concatenate([np.asarray(v).ravel() for v in trained]))
     np.testing.assert_array_equal(*results)
-    if SIZE > 1:
-        with pytest.raises(ValueError, match=r"has an owner already \(shard_state=True\)"):
-            optimizer.register_local_var(trained[1])
+    with pytest.raises(ValueError, match=r"has an owner already \(shard_state=True\)"):
+        optimizer.register_local_var(trained[1])
 
 
 @pytest.mark.ranks(2, 3, 4)
-@several
 def test_slots_are_about_an_nth() -> None:
     shapes = [(40, 30), (30,), (30, 50), (50,), (50, 7), (7,), (100,), (20, 20), (3, 3, 8, 8)]
     how = {"steps": 2, "eagerly": True}
@@ -248,7 +245,6 @@ def test_slots_are_about_an_nth() -> None:
 
 
 @two
-@several
 def test_what_cannot_be() -> None:
     built = optimizers.Adam()
     built.build(variables())

@@ -14,7 +14,7 @@ from hvd_keras.runtime.keras import require
 from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()
-ROWS, BATCH = 24, 4
+ROWS, BATCH = training.STEPS * training.BATCH, training.BATCH
 
 
 def sequential() -> keras.Model:
@@ -70,15 +70,11 @@ class OwnLoss(Subclassed):
 
 def data():
     random = np.random.default_rng(3)
-    rows = ROWS * SIZE
-    return random.normal(size=(rows, 5)).astype("float32"), random.normal(size=(rows, 2)).astype(
-        "float32"
-    )
+    return [random.normal(size=(ROWS * SIZE, n)).astype("float32") for n in (5, 2)]
 
 
 def share(array):
-    """Rank r's rows of each step."""
-    return array.reshape(-1, SIZE, BATCH, array.shape[1])[:, RANK].reshape(-1, array.shape[1])
+    return training.shard(array, RANK, SIZE)
 
 
 def arrays(x, y, batch):
@@ -144,8 +140,7 @@ def test_first_step_begins_with_the_roots_weights(make, feed, options) -> None:
         alone.set_weights(begin.weights)
         alone.compile(optimizer=keras.optimizers.SGD(0.02 * SIZE, momentum=0.9), loss="mse")
         alone.fit(x, y, batch_size=SIZE * BATCH, epochs=2, shuffle=False, verbose=0)
-    for mine, theirs in zip(together.get_weights(), alone.get_weights(), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+    training.assert_close(together, alone)
 
 
 def test_one_callback_serves_several_models_and_fits() -> None:
@@ -177,11 +172,8 @@ class ReadsValuesInStep(OwnStep, ReadsValues):
 def test_eager_model_that_cannot_be_traced() -> None:
     x, y = data()
     keras.utils.set_random_seed(RANK)
-    model, begin = ReadsValues(), AtBegin()
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD())
-    model.compile(optimizer=optimizer, loss="mse", run_eagerly=True)
-    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), begin]
-    model.fit(share(x), share(y), batch_size=BATCH, verbose=0, callbacks=callbacks)
+    model, begin = training.compiled(ReadsValues(), run_eagerly=True), AtBegin()
+    training.fit(model, begin, data=(share(x), share(y)))
     training.assert_bit_identical_on_all_ranks(model)
     weights = np.concatenate([w.ravel() for w in begin.weights])[np.newaxis]
     assert (hvd.allgather(weights).numpy() == weights).all()
@@ -189,14 +181,11 @@ def test_eager_model_that_cannot_be_traced() -> None:
 
 def test_step_that_cannot_be_traced_is_refused_on_all_ranks() -> None:
     x, y = data()
-    model = ReadsValuesInStep()
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD())
-    model.compile(optimizer=optimizer, loss="mse", run_eagerly=True)
-    broadcast = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    model = training.compiled(ReadsValuesInStep(), run_eagerly=True)
     with pytest.raises(ValueError, match=r"has no variables yet(.|\n)*call it once on a batch"):
-        model.fit(share(x), share(y), batch_size=BATCH, verbose=0, callbacks=broadcast)
+        training.fit(model, data=(share(x), share(y)))
     model(tf.constant(x[:1]))  # as the text says
-    model.fit(share(x), share(y), batch_size=BATCH, verbose=0, callbacks=broadcast)
+    training.fit(model, data=(share(x), share(y)))
     training.assert_bit_identical_on_all_ranks(model)
 
 

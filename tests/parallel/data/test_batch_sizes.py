@@ -69,7 +69,7 @@ def test_each_row_counts_alike_in_a_sum() -> None:
     alone.fit(x, y, sample_weight=weights, batch_size=SIZE * 2, shuffle=False, verbose=0)
     options = {"sample_weight": parts[2], "batch_size": TOTAL}
     expected = alone.fit(*parts[:2], **options, epochs=2, shuffle=False, verbose=0).history
-    np.testing.assert_allclose(training.flat(model), training.flat(alone), rtol=1e-4, atol=1e-5)
+    training.assert_close(model, alone)
     assert history.keys() == expected.keys()
     for name, values in expected.items():
         np.testing.assert_allclose(history[name], values, rtol=1e-4, err_msg=name)
@@ -95,8 +95,7 @@ def test_rows_of_predictions_count() -> None:
     mine = tf.data.Dataset.from_generator(lambda: [data(RANK)], output_signature=signature)
     model = Nodes()
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)), "mse")
-    first = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-    model.fit(mine, steps_per_epoch=1, verbose=0, callbacks=[first])
+    training.fit(model, data=mine, steps_per_epoch=1)
     every = [data(rank) for rank in range(SIZE)]
     x, y = (np.concatenate(p) for p in zip(*((x["nodes"], y) for x, y in every), strict=True))
     np.testing.assert_allclose(model.dense.kernel, 2 * x.T @ y / TOTAL, rtol=1e-4)
@@ -121,27 +120,14 @@ def test_what_cannot_be_weighed(monkeypatch) -> None:
     told = []
     monkeypatch.setattr(missing_calls, "tell", lambda text, *_: told.append(text))
 
-    class Own(keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dense = keras.layers.Dense(1)
-
-        def call(self, x):
-            return self.dense(x)
-
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean((self(x) - y) ** 2)
-            gradients = tape.gradient(loss, self.trainable_variables)
-            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
-            return {"loss": loss}
+    class Own(training.OwnStep):
+        def loss_of(self, x, y):
+            return tf.reduce_mean((self(x) - y) ** 2)
 
     x = np.arange(float(SIZES[RANK])).reshape(-1, 1)
-    model = Own()
+    model = Own([keras.layers.Dense(1)])
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(1e-3)))
-    first = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-    model.fit(x, x, batch_size=SIZES[RANK], shuffle=False, verbose=0, callbacks=[first])
+    training.fit(model, data=(x, x), batch_size=SIZES[RANK])
     assert any("each rank counts alike" in text for text in told)
 
 

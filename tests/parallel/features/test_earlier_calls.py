@@ -135,13 +135,8 @@ def test_another_models_options_are_compared_in_a_callback(warned) -> None:
 
 
 def test_a_tape_in_fit_needs_a_callback(warned) -> None:
-    class Own(keras.Sequential):
-        def train_step(self, data):
-            x, y = data
-            weights = self.trainable_variables
-            loss = lambda: tf.reduce_mean((self(x, training=True) - y) ** 2)  # noqa: E731
-            step_of(self.optimizer, weights, hvd.DistributedGradientTape, loss)
-            return {"loss": loss()}
+    class Own(training.OwnStep):
+        tape = staticmethod(hvd.DistributedGradientTape)
 
     model = Own([keras.Input((3,)), keras.layers.Dense(1)])
     hvd.broadcast_variables(model.variables, 0)

@@ -43,8 +43,7 @@ def test_a_model_with_loss_scaling_by_compile_and_shares_is_saved_whole(director
         optimizer = keras.optimizers.Adam(0.01)
         model.compile(hvd.DistributedOptimizer(optimizer, shard_state=shard_state), "mse")
         assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
-        x, y = training.mine(model)
-        model.fit(x, y, batch_size=4, verbose=0, shuffle=False, callbacks=[BROADCAST(0)])
+        training.fit(model)
         return model
 
     sharded, plain = trained(True), trained(False)
@@ -53,13 +52,9 @@ def test_a_model_with_loss_scaling_by_compile_and_shares_is_saved_whole(director
     loaded = keras.models.load_model(directory / "model.keras")
     plain.save(directory / "plain.keras")
     plain = keras.models.load_model(directory / "plain.keras")
-    for one, other in zip(loaded.optimizer.variables, plain.optimizer.variables, strict=True):
-        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    training.assert_same(loaded.optimizer.variables, plain.optimizer.variables)
     again = hvd.load_model(directory / "model.keras", shard_state=True)
     assert len(again.optimizer.variables) == len(plain.optimizer.variables)
-
-
-# A second optimizer, a built model and a restart.
 
 
 # Copies of callbacks, and process sets.
@@ -67,8 +62,7 @@ def test_a_model_with_loss_scaling_by_compile_and_shares_is_saved_whole(director
 
 def test_a_copied_callback_has_the_same_process_set(directory) -> None:
     every = copy.deepcopy([BROADCAST(0), hvd.callbacks.Checkpoint(directory)])
-    model = training.dense_model()
-    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    model = training.compiled()
     x, y = training.data(model, 1)
     model.fit(x, y, verbose=0, callbacks=every)
     some = hvd.add_process_set([0])
@@ -163,9 +157,6 @@ def test_statistics_of_a_frozen_layer_keep_every_bit() -> None:
     assert (np.asarray(layer.moving_mean) == before).all()
 
 
-# Lookups that all ranks have in common.
-
-
 # Loss scaling.
 
 
@@ -194,13 +185,12 @@ def test_loss_scaling_adds_no_request_and_no_rank_updates_after_an_overflow() ->
             optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=8.0)
         model.compile(optimizer, "mse", auto_scale_loss=False)
         counting = Counting()
-        arguments = {"batch_size": 4, "verbose": 0, "shuffle": False}
-        model.fit(x, y, callbacks=[BROADCAST(0), counting], **arguments)
+        training.fit(model, counting, data=(x, y))
         counts.append(counting.count)
     assert counts[0] == counts[1] > 0
     before = model.get_weights()
     bad = y * np.inf if RANK == SIZE - 1 else y
-    model.fit(x, bad, **arguments)
+    training.fit(model, data=(x, bad), broadcast=False)
     assert all((a == b).all() for a, b in zip(before, model.get_weights(), strict=True))
     assert by_rank([optimizer.dynamic_scale]).ravel() == pytest.approx([8.0 / 2**6] * SIZE)
 
@@ -209,14 +199,9 @@ def test_loss_scaling_adds_no_request_and_no_rank_updates_after_an_overflow() ->
 
 
 def test_a_callback_without_a_set_follows_the_one_that_names_it(directory) -> None:
-    class Taped(keras.Sequential):
-        def train_step(self, data):
-            x, y = data
-            with hvd.DistributedGradientTape(tf.GradientTape(), process_set=some) as tape:
-                loss = self.compute_loss(x, y, self(x, training=True))
-            gradients = tape.gradient(loss, self.trainable_variables)
-            self.optimizer.apply(gradients, self.trainable_variables)
-            return {"loss": loss}
+    class Taped(training.OwnStep):
+        def tape(self, tape):
+            return hvd.DistributedGradientTape(tape, process_set=some)
 
     some = hvd.add_process_set([1])
     if RANK == 1:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import hvd_keras as hvd
+from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()
 HOST = os.uname().nodename
@@ -72,8 +73,7 @@ def train(model: keras.Model, *callbacks) -> None:
     random = np.random.default_rng(0)
     x, y = random.normal(size=(ROWS, 6)).astype("float32"), random.normal(size=(ROWS, 1))
     data = hvd.data.shard((x, y.astype("float32")), batch_size=BATCH)
-    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-    model.fit(data, epochs=EPOCHS, verbose=0, callbacks=[broadcast, *callbacks])
+    training.fit(model, *callbacks, data=data, epochs=EPOCHS)
 
 
 def named(rank: int) -> str:
