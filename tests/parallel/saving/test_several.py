@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import hvd_keras as hvd
 from hvd_keras.gradients import missing_calls
-from tests.harness.training import Crash
+from tests.harness.training import Crash, OwnStep, compiled
 
 pytestmark = pytest.mark.ranks(2, 3)
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -219,8 +219,7 @@ def test_fits_of_two_models_of_trained_layers_and_of_two_data_in_turn(directory)
             for number in range(4):
                 model.layers[0].trainable = number > 0
                 if number < 2:
-                    optimizer = hvd.DistributedOptimizer(SGD(0.01, momentum=0.9))
-                    model.compile(optimizer, "mse", run_eagerly=True)
+                    compiled(model, SGD(0.01, momentum=0.9), run_eagerly=True)
                 callbacks = [BROADCAST(0), saved, *more]
                 model.fit(data[number % 2], verbose=0, callbacks=callbacks)
         return model
@@ -320,24 +319,18 @@ def test_updates_of_a_loaded_model_are_as_large_as_before(how, directory, monkey
     assert all("backward_passes_per_step=2, updates took their sum" in text for text in told)
 
 
-class Taped(keras.Model):
-    def train_step(self, data):
-        x, y = data
-        with hvd.DistributedGradientTape(tf.GradientTape(), process_set=self.of) as tape:
-            loss = tf.reduce_mean((self(x) - y) ** 2)
-        weights = self.trainable_variables
-        self.optimizer.apply(tape.gradient(loss, weights), weights)
-        return {"loss": loss}
+class Taped(OwnStep):
+    def tape(self, tape):
+        return hvd.DistributedGradientTape(tape, process_set=self.of)
 
 
 def test_a_tape_has_the_set_of_a_checkpoint_wherever_that_stands(directory) -> None:
     of, other = sets = [hvd.add_process_set(range(i, SIZE - 1 + i)) for i in (1, 0)]
     saved = [hvd.callbacks.Checkpoint(directory, process_set=one) for one in sets]
     for callbacks in ([saved[0], BROADCAST(1)], [BROADCAST(1), saved[0]], saved):
-        inputs = keras.Input((5,))
-        model = Taped(inputs, keras.layers.Dense(1)(inputs))
+        model = Taped([keras.Input((5,)), keras.layers.Dense(1)])
         model.of = of
-        model.compile(SGD(0.1))
+        model.compile(SGD(0.1), "mse")
         if of.included():
             differ = pytest.raises(ValueError, match=f"process sets: {of}, {other}")
             with differ if callbacks is saved else contextlib.nullcontext():

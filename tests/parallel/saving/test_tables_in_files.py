@@ -11,7 +11,7 @@ import pytest
 import hvd_keras as hvd
 from hvd_keras.gradients import shards
 from hvd_keras.saving import storage
-from tests.harness.training import Crash
+from tests.harness.training import Crash, assert_same
 
 RANK, SIZE = hvd.rank(), hvd.size()
 ROWS, COLUMNS, BATCH, STEPS = 23, 6, 4, 3
@@ -60,11 +60,6 @@ def state_of(model: Any) -> list[np.ndarray]:
     ]
 
 
-def assert_equal(one: list[np.ndarray], two: list[np.ndarray]) -> None:
-    for a, b in zip(one, two, strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 @pytest.mark.parametrize("restores_best", [False, True])
 def test_an_interrupted_training_goes_on(directory, restores_best: bool) -> None:
     more = back_to_the_first if restores_best else list
@@ -78,7 +73,7 @@ def test_an_interrupted_training_goes_on(directory, restores_best: bool) -> None
         train(first, saved, *more(), Crash(STEPS + 2))
     again = build()
     train(again, hvd.callbacks.Checkpoint(directory, save_freq=2), *more())
-    assert_equal(state_of(again), state_of(undisturbed))
+    assert_same(state_of(again), state_of(undisturbed))
     if RANK == 0:
         names = sorted(path.name for path in directory.iterdir())
         assert len(names) == 2 * (1 + SIZE), "each has a file of each rank, and no others are left"
@@ -87,8 +82,6 @@ def test_an_interrupted_training_goes_on(directory, restores_best: bool) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("whose", ["an older one", "another rank's"])
 def test_another_part_under_the_name_of_the_newest_is_not_used(directory, whose: str) -> None:
-    if whose == "another rank's" and SIZE == 1:
-        pytest.skip("one rank has one part")
     keras.utils.set_random_seed(1)
     undisturbed = build()
     train(undisturbed, None, epochs=3)
@@ -106,11 +99,10 @@ def test_another_part_under_the_name_of_the_newest_is_not_used(directory, whose:
         train(again, hvd.callbacks.Checkpoint(directory), epochs=3)
     if RANK == 0:
         assert any("it was written as checkpoint-0000" in str(w.message) for w in caught)
-    assert_equal(state_of(again), state_of(undisturbed))
+    assert_same(state_of(again), state_of(undisturbed))
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.skipif(SIZE == 1, reason="needs another number of ranks")
 def test_other_numbers_of_ranks(directory) -> None:
     """From all ranks to some, and back."""
     some = hvd.add_process_set(list(range(1, SIZE)))
@@ -121,22 +113,21 @@ def test_other_numbers_of_ranks(directory) -> None:
     if some.included():
         fewer = build(some)
         train(fewer, hvd.callbacks.Checkpoint(directory, process_set=some), epochs=1, of=some)
-        assert_equal(state_of(fewer), state)
+        assert_same(state_of(fewer), state)
         saved = hvd.callbacks.Checkpoint(directory, process_set=some)
         train(fewer, saved, *back_to_the_first(), epochs=2, of=some)
         there = state_of(fewer)
         count = len(fewer.weights)
-        assert_equal(there[:count], state[:count])
+        assert_same(there[:count], state[:count])
         assert any((a != b).any() for a, b in zip(there, state, strict=True)), "it has trained"
     there = hvd.broadcast_object(there, root_rank=1)
     model = build()
     train(model, hvd.callbacks.Checkpoint(directory), *back_to_the_first(), epochs=2)
-    assert_equal(state_of(model), there)
+    assert_same(state_of(model), there)
     hvd.remove_process_set(some)
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.skipif(SIZE == 1, reason="needs another number of ranks")
 def test_an_accumulation_goes_on_with_other_numbers_of_ranks(directory) -> None:
     """A step has 12 rows on any number of ranks; eight steps make two updates."""
     random = np.random.default_rng(3)
@@ -184,7 +175,7 @@ def test_a_damaged_part_is_told_and_the_checkpoint_before_is_used(directory) -> 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(again, hvd.callbacks.Checkpoint(directory), epochs=1)
-    assert_equal(state_of(again), state)
+    assert_same(state_of(again), state)
     told = [str(w.message) for w in caught if "damaged" in str(w.message)]
     assert len(told) == (RANK == 0)
     assert all("its content does not match its SHA-256" in text for text in told)
@@ -198,12 +189,12 @@ def test_a_table_in_parts_becomes_a_whole_one_and_back(directory) -> None:
     state = state_of(model)
     whole = build(shard=None)
     train(whole, hvd.callbacks.Checkpoint(directory), epochs=1)
-    assert_equal(state_of(whole), state)
+    assert_same(state_of(whole), state)
     train(whole, hvd.callbacks.Checkpoint(directory), epochs=2)
     state = state_of(whole)
     again = build()
     train(again, hvd.callbacks.Checkpoint(directory), epochs=2)
-    assert_equal(state_of(again), state)
+    assert_same(state_of(again), state)
 
 
 def test_a_part_that_cannot_be_written_is_an_error_on_all_ranks(directory) -> None:
@@ -227,7 +218,7 @@ def save_and_compare(path: Any, model: Any, *, plain: bool) -> None:
     expected = model(ids).numpy()
     hvd.save_model(model, path)
     again = hvd.load_model(path)
-    assert_equal([np.asarray(v) for v in again.variables], [np.asarray(v) for v in model.variables])
+    assert_same([np.asarray(v) for v in again.variables], [np.asarray(v) for v in model.variables])
     np.testing.assert_allclose(again(ids), expected, rtol=1e-6)
     assert any(shards.of(v) for v in again.variables), "the tables are divided again"
     if RANK == 0 and plain:
@@ -282,7 +273,6 @@ def test_a_plain_layer_of_the_same_name_in_another_model_stays_plain(directory) 
         np.testing.assert_allclose(alone.variables[1], model.variables[1], rtol=1e-6)
 
 
-@pytest.mark.skipif(SIZE == 1, reason="one rank has the whole table")
 def test_what_cannot_be_saved(directory) -> None:
     model = build()
     with pytest.raises(ValueError, match=r"a part of the table only. Use hvd.save_model"):
