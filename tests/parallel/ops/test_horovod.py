@@ -5,6 +5,7 @@ import os
 import re
 from types import SimpleNamespace
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -61,7 +62,6 @@ def test_an_optimizer_is_wrapped_twice() -> None:
 
 @pytest.mark.parametrize("is_scaled", [False, True])
 def test_an_optimizer_that_accumulates_is_wrapped_again(is_scaled: bool) -> None:
-    keras = pytest.importorskip("keras")
     plain = keras.optimizers.SGD(0.25)
     if is_scaled:
         plain = keras.optimizers.LossScaleOptimizer(plain, initial_scale=1.0)
@@ -215,7 +215,6 @@ def test_an_error_of_one_rank_is_one_of_all() -> None:
 @pytest.mark.skipif(SIZE == 1, reason="every rank is in every set")
 def test_a_rank_outside_of_a_process_set() -> None:
     first = hvd.add_process_set([0])
-    keras = pytest.importorskip("keras")
     optimizer = keras.optimizers.SGD(1.0)
     weight = tf.Variable(1.0 + RANK)
     if first.included():
@@ -244,7 +243,6 @@ def test_a_rank_outside_of_a_process_set() -> None:
 
 @pytest.mark.parametrize("is_graph", [False, True])
 def test_local_and_global_gradients(is_graph: bool) -> None:
-    keras = pytest.importorskip("keras")
     own, shared = keras.layers.Dense(1, use_bias=False), keras.layers.Dense(1, use_bias=False)
     for layer in (own, shared):
         layer.build((None, 1))
@@ -312,7 +310,6 @@ def test_values_of_the_keras_modules_in_a_graph() -> None:
 
 
 def test_local_variables_keep_their_values() -> None:
-    keras = pytest.importorskip("keras")
     model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     for variable in model.variables:
@@ -339,7 +336,6 @@ def test_local_variables_keep_their_values() -> None:
 )
 def test_a_number_as_multiplier_decays_as_in_horovods_code(module, start, expected) -> None:
     """Its docstring says that the number holds, as it does in hvd_keras."""
-    keras = pytest.importorskip("keras")
     model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(1.0), "mse")
     schedule = module.callbacks.LearningRateScheduleCallback(0.8, 0.5, start_epoch=start)
@@ -349,7 +345,6 @@ def test_a_number_as_multiplier_decays_as_in_horovods_code(module, start, expect
 
 
 def test_commits_count_batches_of_steps_that_run_at_once() -> None:
-    keras = pytest.importorskip("keras")
     model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
     model.compile("sgd", "mse", steps_per_execution=4)
     commits: list[int] = []
@@ -381,7 +376,6 @@ def test_states_have_any_attributes_and_derived_classes() -> None:
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_commit_has_the_accumulated_gradients_of_all_ranks(compiled: bool) -> None:
-    keras = pytest.importorskip("keras")
     model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1, use_bias=False)])
     optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
     optimizer = hvd_keras.DistributedOptimizer(optimizer)
@@ -485,7 +479,6 @@ def test_what_programs_reach_for() -> None:
 
 
 def test_a_rank_that_an_optimizer_leaves_out_fits_alone() -> None:
-    keras = pytest.importorskip("keras")
     some = hvd.add_process_set([0])
     model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1, kernel_initializer="ones")])
     optimizer = keras.optimizers.SGD(0.1)
