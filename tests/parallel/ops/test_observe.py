@@ -18,7 +18,6 @@ from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()
 LATE = SIZE - 1
-several = pytest.mark.skipif(SIZE == 1, reason="one rank waits for nobody")
 
 
 def counted(kind: str) -> dict[str, float]:
@@ -56,7 +55,6 @@ def test_requests_and_this_ranks_bytes_are_counted() -> None:
     assert len(hvd.stats()["ranks"]) == SIZE
 
 
-@several
 def test_all_ranks_know_who_came_last() -> None:
     before, waited = lateness(), counted("allreduce")["waiting_seconds"]
     come_late(4)
@@ -90,12 +88,11 @@ def test_the_timeline_shows_all_ranks(directory) -> None:
     assert not {"before", "after"} & {e["args"]["name"] for e in found}
     late = [e for e in found if e["args"]["name"] == "late"]
     assert len(late) == SIZE * 2 * 2  # of each rank, each time: waited and moved
-    if SIZE > 1:
-        assert {e["args"]["last_rank"] for e in late} == {LATE}
-        waits = [e for e in late if e["name"] == f"wait for rank {LATE}"]
-        assert sorted(e["pid"] for e in waits) == sorted(2 * list(range(LATE)))
-        own = [e["dur"] for e in late if e["name"] == "wait"]
-        assert max(own) < min(e["dur"] for e in waits)
+    assert {e["args"]["last_rank"] for e in late} == {LATE}
+    waits = [e for e in late if e["name"] == f"wait for rank {LATE}"]
+    assert sorted(e["pid"] for e in waits) == sorted(2 * list(range(LATE)))
+    own = [e["dur"] for e in late if e["name"] == "wait"]
+    assert max(own) < min(e["dur"] for e in waits)
 
 
 def test_slices_of_a_row_do_not_overlap(directory) -> None:
@@ -122,7 +119,6 @@ def test_slices_of_a_row_do_not_overlap(directory) -> None:
             assert sum(e["name"] == f"allreduce {name}" for e in found if e["pid"] == rank) == 20
 
 
-@several
 def test_a_process_set_has_a_row_of_its_own(directory) -> None:
     path = directory / "timeline.json"
     some = hvd.add_process_set(range(SIZE - 1))
@@ -195,18 +191,16 @@ def test_stats_logger_writes_each_epoch(directory) -> None:
             for value in event.summary.value:
                 logged.setdefault(value.tag, {})[event.step] = float(tf.make_ndarray(value.tensor))
     assert all(list(epochs) == [0, 1, 2] for epochs in logged.values())
-    # One request per step, after those of the first step, and at most two at the end of an epoch;
-    # one rank alone makes none.
-    requests = training.STEPS if SIZE > 1 else 0
+    # One request per step, after those of the first step, and at most two at the end of an epoch.
+    requests = training.STEPS
     assert logged["hvd/requests"][1] == logged["hvd/requests"][2]
-    assert 0 <= logged["hvd/requests"][2] - requests <= 2 * (SIZE > 1)
+    assert 0 <= logged["hvd/requests"][2] - requests <= 2
     parameters = sum(np.prod(weight.shape) for weight in model.trainable_weights)
-    assert 0 <= logged["hvd/bytes"][2] - requests * 4 * parameters <= 1000 * (SIZE > 1)
-    if SIZE > 1:
-        assert logged["hvd/moving_seconds"][2] > 0
-        late = {rank: logged[f"hvd/rank_{rank}/awaited_seconds"][2] for rank in range(SIZE)}
-        assert max(late, key=lambda rank: late[rank]) == LATE
-        assert logged[f"hvd/rank_{LATE}/last"][2] >= training.STEPS / 2
-        scores = {rank: logged[f"hvd/rank_{rank}/straggler"][2] for rank in range(SIZE)}
-        assert 1 >= scores[LATE] == max(scores.values()) > 0
-        assert logged["hvd/waiting_seconds"][2] > 0
+    assert 0 <= logged["hvd/bytes"][2] - requests * 4 * parameters <= 1000
+    assert logged["hvd/moving_seconds"][2] > 0
+    late = {rank: logged[f"hvd/rank_{rank}/awaited_seconds"][2] for rank in range(SIZE)}
+    assert max(late, key=lambda rank: late[rank]) == LATE
+    assert logged[f"hvd/rank_{LATE}/last"][2] >= training.STEPS / 2
+    scores = {rank: logged[f"hvd/rank_{rank}/straggler"][2] for rank in range(SIZE)}
+    assert 1 >= scores[LATE] == max(scores.values()) > 0
+    assert logged["hvd/waiting_seconds"][2] > 0

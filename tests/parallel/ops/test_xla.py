@@ -13,7 +13,6 @@ import hvd_keras as hvd
 from tests.harness import inputs, training
 
 RANK, SIZE = hvd.rank(), hvd.size()
-several = pytest.mark.skipif(SIZE == 1, reason="one rank cannot disagree with itself")
 layers, optimizers = keras.layers, keras.optimizers
 
 
@@ -115,33 +114,6 @@ def test_gradients_are_those_without_xla() -> None:
         np.testing.assert_allclose(got[name], value, rtol=1e-12, err_msg=name)
 
 
-@pytest.mark.slow
-@pytest.mark.ranks(4)  # where XLA could change the order in more ways
-def test_many_tensors() -> None:
-    check_many_tensors(60, 1)
-
-
-@pytest.mark.slow
-def test_many_tensors_in_groups() -> None:
-    check_many_tensors(500, 20)
-
-
-def check_many_tensors(count: int, together: int) -> None:
-    @compiled
-    def step(x):
-        tensors = [x + i for i in range(count)]
-        groups = [tensors[i : i + together] for i in range(0, count, together)]
-        return [
-            hvd.grouped_allreduce(group, op=hvd.Sum, name=f"group {i}")
-            for i, group in enumerate(groups)
-        ]
-
-    total = inputs.of_all_ranks(SIZE, (40,)).sum(0) + SIZE * np.arange(count)[:, np.newaxis]
-    for s in range(200):
-        got = tf.nest.flatten(step(tf.constant(inputs.tensor(RANK, (40,)) + s)))
-        np.testing.assert_array_equal(np.stack(got), total + SIZE * s)
-
-
 def test_order_of_many_tensors(directory) -> None:
     """Without the chain, XLA would run them in a different order in each step."""
     count, steps = 60, 20
@@ -207,7 +179,6 @@ def test_calls_without_a_use_run_and_equal_calls_stay_two() -> None:
     assert served() == before + 4
 
 
-@several
 def test_ranks_that_differ() -> None:
     with pytest.raises(tf.errors.OpError) as error:
         compiled(lambda: hvd.allreduce(tf.ones(2 + RANK)))()
@@ -215,7 +186,6 @@ def test_ranks_that_differ() -> None:
         assert text in str(error.value)
 
 
-@several
 @pytest.mark.parametrize("call", [hvd.allgather, hvd.alltoall])
 def test_numbers_of_rows_that_differ(call) -> None:
     with pytest.raises(tf.errors.OpError, match=r"jit_compile=False"):
@@ -230,9 +200,8 @@ def test_what_xla_cannot_express_is_refused() -> None:
         compiled(lambda x: hvd.allgather(tf.boolean_mask(x, x > 0.5)))(x)
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"splits are known only when"):
         compiled(hvd.alltoall)(x, tf.constant([1] * (SIZE - 1) + [2]))
-    if SIZE > 1:
-        with pytest.raises(tf.errors.InvalidArgumentError, match=r"its splits differ"):
-            compiled(lambda x: hvd.alltoall(x, [1] * (SIZE - 1) + [2]))(x)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"its splits differ"):
+        compiled(lambda x: hvd.alltoall(x, [1] * (SIZE - 1) + [2]))(x)
 
 
 @pytest.mark.parametrize("splits", [[2] * SIZE, [3] * (2 * SIZE), [1]])
@@ -319,37 +288,16 @@ def test_what_xla_cannot_express_for_gpus_is_refused() -> None:
         lowered_for_gpus(lambda: hvd.rank_op() + 1)
 
 
-def train(
-    make_model,
-    jit: bool,
-    optimizer,
-    rows=None,
-    wrap=hvd.DistributedOptimizer,
-    steps_per_execution=1,
-    overflows=False,
-):
+def train(make_model, optimizer, rows=None, overflows=False) -> keras.Model:
     """Returns the model after training on this rank's shard."""
     net = make_model()
     training.set_weights(net, seed=RANK)  # the broadcast must make them equal
-    x, y = (training.shard(a, RANK, SIZE)[:rows] for a in training.data(net, SIZE))
+    x, y = (part[:rows] for part in training.mine(net))
     if overflows and RANK == SIZE - 1:
         y[0] = 1e30
-    net.compile(wrap(optimizer()), "mse", jit_compile=jit, steps_per_execution=steps_per_execution)
-    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
-    batch = {"batch_size": training.BATCH, "shuffle": False}
-    net.fit(x, y, **batch, verbose=0, callbacks=callbacks)
-    assert net.jit_compile is jit
+    training.fit(training.compiled(net, optimizer, jit_compile=True), data=(x, y))
+    assert net.jit_compile
     training.assert_bit_identical_on_all_ranks(net)
-    return net
-
-
-def assert_trains_as_without_xla(make_model, optimizer, rtol=1e-4, atol=1e-5, **options):
-    start = make_model()
-    training.set_weights(start, seed=0)
-    without = training.flat(train(make_model, False, optimizer, **options))
-    assert np.abs(without - training.flat(start)).max() > 10 * atol, "training did nothing"
-    net = train(make_model, True, optimizer, **options)
-    np.testing.assert_allclose(training.flat(net), without, rtol=rtol, atol=atol)
     return net
 
 
@@ -370,7 +318,7 @@ def image_model(dropout: float) -> keras.Model:
 
 def test_dropout() -> None:
     """With XLA, TensorFlow draws other random numbers, so only the ranks are compared."""
-    net = train(lambda: image_model(0.3), True, lambda: optimizers.Adam(0.01))
+    net = train(lambda: image_model(0.3), optimizers.Adam(0.01))
     mask = compiled(lambda x: net.layers[3](x, training=True))(tf.ones((50, 3, 3)))
     masks = hvd.allgather(mask[tf.newaxis]).numpy()
     assert len(np.unique(masks, axis=0)) == SIZE
@@ -384,18 +332,13 @@ def test_loss_scaling_skips_a_step_that_overflows_on_one_rank() -> None:
         finally:
             keras.config.set_dtype_policy("float32")
 
-    net = assert_trains_as_without_xla(
-        make,
-        lambda: optimizers.LossScaleOptimizer(optimizers.SGD(0.05), initial_scale=64.0),
-        rtol=1e-2,
-        atol=2e-3,
-        overflows=True,
-    )
+    scaled = optimizers.LossScaleOptimizer(optimizers.SGD(0.05), initial_scale=64.0)
+    net = train(make, scaled, overflows=True)
+    assert np.isfinite(training.flat(net)).all()
     assert float(net.optimizer.dynamic_scale) == 32.0
 
 
-@several
 def test_sparse_gradients_of_unequal_batches_are_refused() -> None:
     rows = training.BATCH * training.STEPS - RANK
     with pytest.raises(tf.errors.OpError, match=r"sparse_as_dense=True"):
-        train(training.sparse_model, True, lambda: optimizers.SGD(0.1), rows=rows)
+        train(training.sparse_model, optimizers.SGD(0.1), rows=rows)
