@@ -83,13 +83,11 @@ TEST(an_abort_ends_all_sets) {
                      1);
       if (rank == 2) std::this_thread::sleep_for(std::chrono::milliseconds(600));
       Call late(Kind::allreduce, "late", {1});
-      late.submit(of_some);
-      CHECK_EQ(late.wait().code, Code::deadline_exceeded);
+      CHECK_EQ(late.run(of_some).code, Code::deadline_exceeded);
       CHECK_EQ(leave(of_some, ""), LeaveResult::aborted);
     }
     Call next(Kind::allreduce, "next", {1});
-    next.submit(of_all);
-    const Status status = next.wait();
+    const Status status = next.run(of_all);
     CHECK_EQ(status.code, Code::deadline_exceeded);
     CHECK_CONTAINS(status.message, "waits for allreduce 'late'");
     CHECK_EQ(leave(of_all, ""), LeaveResult::aborted);
@@ -116,8 +114,7 @@ TEST(an_engine_ends_after_those_who_submit) {
   if (call.wait().ok()) CHECK(over);
   CHECK(hub.use_count() == 1);  // the transport is gone, although the thread has the engine
   Call late(Kind::allreduce, "late", {1});
-  late.submit(*engine);
-  CHECK_EQ(late.wait().code, Code::aborted);
+  CHECK_EQ(late.run(*engine).code, Code::aborted);
   framework.join();
 }
 

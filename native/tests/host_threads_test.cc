@@ -101,8 +101,7 @@ TEST(other_collectives_between_sums) {
           call.request().outputs.push_back(call.output.data());
         }
         pauses.maybe();
-        call.submit(engine);
-        CHECK_EQ(call.wait().message, "");
+        CHECK_EQ(call.run(engine).message, "");
         return call.output;
       };
       CHECK(run(Kind::allreduce) == sum_of(count, round));
@@ -131,8 +130,7 @@ TEST(an_abort_reaches_all) {
     for (int i = 0;; ++i) {
       if (i == 3 && rank == 2) std::this_thread::sleep_for(std::chrono::seconds(2));
       Call call(Kind::allreduce, "sum", values(rank, 150000, i));
-      call.submit(engine);
-      const Status status = call.wait();
+      const Status status = call.run(engine);
       if (status.ok()) {
         CHECK(i < 3);
         continue;

@@ -49,8 +49,7 @@ TEST(the_thread_that_submits_serves_requests) {
         // Until the engine's thread waits for requests.
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
         Call call(Kind::allreduce, "one", {static_cast<float>(i + rank), 1});
-        call.submit(engine);
-        CHECK_EQ(call.wait().message, "");
+        CHECK_EQ(call.run(engine).message, "");
         CHECK(call.output == (std::vector<float>{static_cast<float>(3 * i + 3), 3}));
         here += call.done_on == std::this_thread::get_id();
       }
@@ -99,8 +98,7 @@ TEST(errors_reach_all_and_work_goes_on) {
       CHECK_EQ(shape.wait().code, Code::failed_precondition);
       CHECK_EQ(root.wait().code, Code::invalid_argument);
       Call next(Kind::allreduce, "shape", {2, 2});
-      next.submit(engine);
-      CHECK_EQ(next.wait().message, "");
+      CHECK_EQ(next.run(engine).message, "");
       CHECK(next.output == times_ranks(2));
     }
     CHECK_EQ(leave(engine, "done"), LeaveResult::all_left);
@@ -112,13 +110,11 @@ TEST(ranks_join_one_after_another) {
     for (int round = 0; round < 10; ++round) {
       for (int i = 0; i < rank; ++i) {
         Call rows(Kind::allgather, "rows " + std::to_string(i), {1, 2});
-        rows.submit(engine);
-        CHECK_EQ(rows.wait().message, "");
+        CHECK_EQ(rows.run(engine).message, "");
         CHECK_EQ(rows.output.size(), size_t(2 * (kRanks - i - 1)));
       }
       Call join(Kind::join, "");
-      join.submit(engine);
-      CHECK_EQ(join.wait().message, "");
+      CHECK_EQ(join.run(engine).message, "");
       int32_t last;
       std::memcpy(&last, join.output.data(), sizeof last);
       CHECK_EQ(last, kRanks - 1);
@@ -136,8 +132,7 @@ TEST(who_leaves_fails_what_others_submit_at_that_time) {
     test::in_threads(3, [&](int t) {
       for (int i = 0; i < 5; ++i) {
         Call call(Kind::allreduce, std::to_string(t), {1, 1});
-        call.submit(engine);
-        const Status status = call.wait();
+        const Status status = call.run(engine);
         CHECK_EQ(status.code, Code::aborted);
         CHECK_CONTAINS(status.message, "rank 1 has left the job: tired (on here)");
       }
@@ -152,13 +147,11 @@ TEST(the_deadline_reaches_all) {
   on_all_ranks(settings, [](Engine& engine, int rank) {
     for (int i = 0; i < 10; ++i) {  // past the first requests, for which the deadline is long
       Call first(Kind::barrier, "");
-      first.submit(engine);
-      CHECK_EQ(first.wait().message, "");
+      CHECK_EQ(first.run(engine).message, "");
     }
     if (rank == 2) std::this_thread::sleep_for(std::chrono::seconds(1));
     Call late(Kind::allreduce, "late", {1, 1});
-    late.submit(engine);
-    const Status status = late.wait();
+    const Status status = late.run(engine);
     CHECK_EQ(status.code, Code::deadline_exceeded);
     CHECK_CONTAINS(status.message, "which rank 2 (on here) has not submitted");
     CHECK_EQ(leave(engine, ""), LeaveResult::aborted);
@@ -175,20 +168,17 @@ TEST(the_deadline_reaches_who_serves_at_once) {
     float at_once = 0, everywhere = 0;
     for (int i = 0; i < 10 || everywhere < kRanks; ++i) {
       Call call(Kind::allreduce, "call", std::vector<float>(100, at_once));
-      call.submit(engine);
-      CHECK_EQ(call.wait().message, "");
+      CHECK_EQ(call.run(engine).message, "");
       at_once = call.done_on == std::this_thread::get_id();
       everywhere = call.output[0];
     }
     Call stuck(Kind::allreduce, "stuck on rank 2", std::vector<float>(100));
-    stuck.submit(engine);
-    const Status status = stuck.wait();
+    const Status status = stuck.run(engine);
     CHECK(stuck.done_on == std::this_thread::get_id());
     CHECK_EQ(status.code, Code::deadline_exceeded);
     CHECK_CONTAINS(status.message, "rank 2 (on here) stopped responding in the middle of");
     Call next(Kind::allreduce, "next", {1});
-    next.submit(engine);
-    CHECK_EQ(next.wait().code, Code::deadline_exceeded);
+    CHECK_EQ(next.run(engine).code, Code::deadline_exceeded);
     CHECK_EQ(leave(engine, ""), LeaveResult::aborted);
   };
   on_all_ranks(settings, body, 1e9);
@@ -244,13 +234,11 @@ TEST(a_mismatch_fails_on_all_and_work_goes_on) {
                        "rank 2 has submitted: allgather 'end', allreduce 'of rank 2'");
       }
       Call next(Kind::allreduce, "batch", {2, 2});
-      next.submit(engine);
-      CHECK_EQ(next.wait().message, "");
+      CHECK_EQ(next.run(engine).message, "");
       CHECK(next.output == times_ranks(2));
     }
     Call join(Kind::join, "");
-    join.submit(engine);
-    CHECK_EQ(join.wait().message, "");
+    CHECK_EQ(join.run(engine).message, "");
     CHECK_EQ(leave(engine, "done"), LeaveResult::all_left);
   });
 }
@@ -281,8 +269,7 @@ TEST(tensors_of_gpus_without_cuda_are_refused) {
   Engine engine(std::move(transport), {});
   Call call(Kind::allreduce, "of a GPU", {1, 1});
   call.request().device = 0;
-  call.submit(engine);
-  const Status status = call.wait();
+  const Status status = call.run(engine);
   CHECK_EQ(status.code, Code::invalid_argument);
   CHECK_EQ(status.message, "allreduce 'of a GPU': CUDA was not found, install it.");
   CHECK_EQ(leave(engine, "done"), LeaveResult::all_left);

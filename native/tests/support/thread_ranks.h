@@ -68,6 +68,11 @@ class Call {
 
   Status wait() { return result_.get(); }
 
+  Status run(Engine& engine) {
+    submit(engine);
+    return wait();
+  }
+
   Request& request() { return request_; }
   std::vector<float> output;
 
