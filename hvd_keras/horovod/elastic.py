@@ -163,7 +163,8 @@ class TensorFlowState(ObjectState):
         attributes: as in ``ObjectState``.
 
     Raises:
-        ValueError: no variables are given, and eager execution has no list of all.
+        ValueError: no variables are given, and eager execution has no list of all; or each rank has
+            a part of one.
     """
 
     def __init__(
@@ -177,6 +178,7 @@ class TensorFlowState(ObjectState):
                 )
             variables = tf.compat.v1.global_variables()
         self.variables = list(variables)
+        _refuse_parts(self.variables)
         self._in_session = None
         if not tf.executing_eagerly():
             self._in_session = session or tf.compat.v1.get_default_session()
@@ -239,12 +241,7 @@ class TensorFlowKerasState(TensorFlowState):
             if hasattr(optimizer, "build") and not getattr(optimizer, "built", False):
                 optimizer.build(model.trainable_variables)
             found += variables_of(optimizer)
-        if len(shards.without(found)) < len(found):
-            raise ValueError(
-                f"hvd.elastic: each rank has a part of model {model.name!r} or of its optimizer "
-                "(shard_state, a divided table), and commits have those of rank 0 alone. Use "
-                "hvd.callbacks.Checkpoint, which saves all parts, with hvdrun --max-restarts."
-            )
+        _refuse_parts(found)
         if model_ranks.rounds_of(model):
             raise ValueError(
                 f"hvd.elastic: the optimizer of model {model.name!r} has sync_every, and commits "
@@ -348,6 +345,18 @@ class UpdateEpochStateCallback(_StateCallback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         assert self._before is not None
         self.state.epoch = self._before + epoch + 1
+
+
+def _refuse_parts(variables: Iterable[Any]) -> None:
+    parts = (one for one in variables if shards.of(one) is not None)
+    if (part := next(parts, None)) is not None:
+        name = getattr(part, "path", part.name)
+        raise ValueError(
+            f"hvd.elastic: each rank has a part of {name} (shard_state, a divided table), and "
+            "commits have those of rank 0 alone. Train by fit with hvd.callbacks.Checkpoint, which "
+            "saves all parts, and hvdrun --max-restarts; in a loop of your own, leave shard_state "
+            "and shard out."
+        )
 
 
 def _check_shapes(stored: Sequence[Any], own: Sequence[Any]) -> None:

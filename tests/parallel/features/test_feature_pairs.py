@@ -175,7 +175,14 @@ def test_broadcast_variables_leaves_the_ranks_different_masks() -> None:
     assert (masks() == first).all()  # the same in each run, also in a function
 
 
-def test_elastic_state_leaves_the_ranks_different_masks() -> None:
+def test_elastic_state_refuses_parts_and_leaves_the_ranks_different_masks() -> None:
+    table = hvd.layers.Embedding(6, 2, shard="rows")
+    table.build()
+    adam = hvd.DistributedOptimizer(keras.optimizers.Adam(), shard_state=True)
+    adam.build([keras.Variable([0.0])])
+    for variables in (table.variables, adam.variables, [v.value for v in adam.variables]):
+        with pytest.raises(ValueError, match="commits have those of rank 0 alone"):
+            elastic.TensorFlowState(variables)
     model = keras.Sequential([keras.Input((64,)), keras.layers.Dropout(0.5, seed=3)])
     elastic.TensorFlowState(model.variables).sync()
     masks = by_rank([model(np.ones((1, 64), "float32"), training=True)])
