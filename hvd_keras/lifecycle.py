@@ -146,7 +146,9 @@ def _is_child_of_rank() -> bool:
     if (rank := settings.parent_rank()) is None:
         return False
     text = f"hvd.init: rank {rank} has started this process, which is no rank"
-    if multiprocessing.current_process().name == "MainProcess":
+    process = multiprocessing.current_process()
+    # A fork server that imports the script is a main process, too.
+    if process.name == "MainProcess" and not getattr(process, "_inheriting", False):
         raise RuntimeError(f"{text}. Leave hvd.init() out of what a rank starts.")
     log.logger.info("%s, so init() does nothing. Calls of hvd_keras need a rank", text)
     return True
@@ -216,19 +218,20 @@ def end(error: str, seconds: float) -> None:
     """
     if os.getpid() != _rank_process:
         return
-    if rank_info.is_initialized():
+    if is_last := rank_info.is_initialized():
         _leave(error or "its script has ended", seconds)
         if error:
             rank_info.left_alone = True
             return
     elif error:
         return
-    _finalize()
+    _finalize(is_last)
 
 
-def _finalize() -> None:
+def _finalize(is_now: bool) -> None:
+    """Let MPI end. If all ranks leave now, one that another does not join there ends the job."""
     settings.tell_hvdrun(mark=settings.LEAVING)
-    libraries.core().hvd_finalize()  # ends the process if another rank does not come
+    libraries.core().hvd_finalize(is_now)
     settings.tell_hvdrun(mark=settings.ENDED)
 
 
@@ -287,6 +290,13 @@ def _refuse_lost_environment() -> None:
             "begin with OMPI_, PMI, SLURM_ or HVD. If this process is to train alone, call "
             "hvd.init(comm=[0])."
         )
+    launcher, name, count = settings.launched_by_others()
+    if count > 1 and not settings.launched()[0] and not settings.is_launched():
+        raise RuntimeError(
+            f"hvd.init: {launcher} has started {count} processes ({name}={count}), which would "
+            f"train apart, as MPI cannot join them. Start the script with hvdrun -np {count}. If "
+            f"this process is to train alone, unset {name}, or call hvd.init(comm=[0])."
+        )
 
 
 def _refuse_lonely_world() -> None:
@@ -330,12 +340,12 @@ def _install_guards() -> None:
             return  # a forked child is not a rank, and has no engine
         if (error := _uncaught()) is not None:  # a library has replaced our hook
             _end_all(type(error), error, error.__traceback__)
-        if rank_info.is_initialized():
+        if is_last := rank_info.is_initialized():
             _flush()
             _leave("its script has ended", -1.0)
-        elif error is not None and not _is_prepared:
-            return  # init() failed here; other ranks may still wait in it, so MPI must abort
-        _finalize()
+        elif error is not None:
+            return  # other ranks may wait in init(), where this one has failed or will not come
+        _finalize(is_last)
         if log.has_failed:
             _flush()
             os._exit(1)

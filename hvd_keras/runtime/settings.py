@@ -183,6 +183,21 @@ _LAUNCHERS = (
 )
 
 
+# Those whose processes MPI does not join.
+_OTHERS = (
+    ("torchrun, accelerate or another launcher", "WORLD_SIZE", "RANK"),
+    ("Horovod's launcher", "HOROVOD_SIZE", "HOROVOD_RANK"),
+)
+
+
+def launched_by_others() -> tuple[str, str, int]:
+    """The same as ``launched``, of launchers whose processes cannot find each other by MPI."""
+    for launcher, size, rank in _OTHERS:
+        if (text := os.environ.get(size, "")).isdecimal() and rank in os.environ:
+            return launcher, size, int(text)
+    return "", "", 1
+
+
 def launched(environment: Mapping[str, str] = os.environ) -> tuple[str, str, int]:
     """The launcher that has started this process, and the variable that says how many it started.
 

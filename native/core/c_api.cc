@@ -196,8 +196,8 @@ HVD_EXPORT int hvd_nccl_version() {
   return nccl ? nccl->version : 0;
 }
 
-HVD_EXPORT void hvd_finalize() {
-  log_error([](hvd::World& world) { world.finalize(); });
+HVD_EXPORT void hvd_finalize(int is_now) {
+  log_error([=](hvd::World& world) { world.finalize(is_now != 0); });
 }
 
 // Ends all ranks of the job.

@@ -278,13 +278,13 @@ Engine::LeaveResult World::leave(const std::string& reason, double seconds) {
   return result;
 }
 
-void World::finalize() {
+void World::finalize(bool is_now) {
   int finalized = 0;
   HVD_MPI(MPI_Finalized(&finalized));
   if (!initialized_mpi_ || !all_left_together_ || finalized) return;
   std::optional<Watchdog> watchdog;  // processes outside of the job take as long as they like
   if (ranks_in(MPI_COMM_WORLD) == rank_info_.size) {
-    watchdog.emplace(settings_, settings_.timeout_seconds,
+    watchdog.emplace(settings_, is_now ? settings_.timeout_seconds : 0,
                      "MPI_Finalize waits for another rank, which does not go on.");
   }
   HVD_MPI(MPI_Finalize());

@@ -39,8 +39,8 @@ class World {
 
   Engine::LeaveResult leave(const std::string& reason, double seconds);
   // Ends MPI if this library began it and all ranks left together; otherwise MPI_Finalize would
-  // wait for ranks that never come.
-  void finalize();
+  // wait for ranks that never come. is_now: they have left just now, so each is about to come.
+  void finalize(bool is_now);
 
  private:
   World() = default;

@@ -58,7 +58,7 @@ TEST(all_calls_of_mpi) {
   run_engine(std::make_unique<ClusterTransport>(&mpi, host, Allreduce::automatic));
   PMPI_Comm_free(&host);
   CHECK_EQ(world.leave("", -1), Engine::LeaveResult::all_left);
-  world.finalize();
+  world.finalize(true);
 }
 
 }  // namespace

@@ -12,7 +12,7 @@ import textwrap
 
 import pytest
 
-from tests.harness import memory, ranks
+from tests.harness import ranks
 from tests.harness.launcher import Launcher
 
 SIZE = 3
@@ -337,22 +337,6 @@ def test_a_forked_child_is_no_rank(hvdrun: Launcher) -> None:
     assert done.stderr.count("ZeroDivisionError") == 2
 
 
-@pytest.mark.slow
-def test_out_of_memory(hvdrun: Launcher) -> None:
-    """The kernel kills the rank."""
-    with memory.group() as group:
-        if isinstance(group, str):
-            pytest.skip(group)
-        code = f"""
-            hoard = []
-            def fault():
-                pathlib.Path({str(group)!r}, "cgroup.procs").write_text(str(os.getpid()))
-                while len(hoard) < 1000:
-                    hoard.append(b"x" * (1 << 20))
-            """
-        check_row(hvdrun, Row(code, 137, first(KILLED)))
-
-
 # Ranks that wait inside MPI, where no error can reach the script.
 INSIDE_MPI = {
     "MPI_Init": (
@@ -386,7 +370,7 @@ INSIDE_MPI = {
         """
         hvd.init()
         if hvd.rank() == 1:
-            libraries.core().hvd_finalize = stop
+            libraries.core().hvd_finalize = lambda _: stop()
         """,
         "rank 1 has not returned from MPI_Finalize$",
         "MPI_Finalize waits for another rank",
@@ -422,18 +406,37 @@ def stop():
     assert f"hvd_keras ERROR: no progress for 2 s: {heard}" in re.sub(" rank .:", ":", done.stderr)
 
 
-def test_a_rank_that_goes_on_after_the_others_have_ended_is_named(hvdrun: Launcher) -> None:
-    text = """
+@pytest.mark.parametrize(
+    ("last", "told"),
+    [
+        ("barrier", "rank 0 has left the job: its script has ended, and waits for rank 1 "),
+        ("shutdown", "MPI_Finalize waits for another rank"),
+    ],
+)
+def test_a_rank_that_goes_on_after_the_others_have_ended_is_named(hvdrun, last, told) -> None:
+    text = f"""
         import time
         import hvd_keras as hvd
         hvd.init()
-        hvd.barrier()
-        time.sleep(5 * hvd.rank())  # longer than the deadline, which is for collectives
+        seconds = 5 * hvd.rank()  # longer than the deadline, which is for collectives
+        hvd.{last}()
+        time.sleep(seconds)
         """
     done = hvdrun.python(2, text, env=hvdrun.environment | SETTINGS)
     assert done.returncode == 0, done.stderr
-    told = (
-        r"no progress for \d s: rank 0 has left the job: its script has ended, and waits for rank"
-    )
-    assert re.search(f"{told} 1 ", done.stderr), done.stderr
+    assert re.search(rf"no progress for \d s: {told}", done.stderr), done.stderr
     assert "the job ends" not in done.stderr
+
+
+def test_an_error_before_another_init_ends_the_job(hvdrun: Launcher) -> None:
+    text = """
+        import hvd_keras as hvd
+        hvd.init()
+        rank = hvd.rank()
+        hvd.shutdown()
+        if rank == 1:
+            raise ValueError("between two jobs")
+        hvd.init()
+        """
+    done = hvdrun.python(2, text, env=hvdrun.environment | SETTINGS)
+    assert "rank 1 failed first: exit status 1" in done.stderr, done.stderr

@@ -173,14 +173,21 @@ def test_an_init_that_fails_after_the_ranks_have_met_is_not_taken_for_done(tmp_p
 
 def test_processes_that_a_rank_starts_are_no_ranks(tmp_path) -> None:
     script = """
-        import multiprocessing, subprocess, sys
+        import multiprocessing, multiprocessing.spawn, subprocess, sys
         import hvd_keras as hvd
+
+        def of_newer_pythons(name, of=multiprocessing.spawn.get_preparation_data):
+            data = of(name)
+            return data | {"main_path": data.get("init_main_from_path")}  # for the fork server, too
+
+        multiprocessing.spawn.get_preparation_data = of_newer_pythons
         hvd.init()
         def square(number):
             return number**2
         if __name__ == "__main__":
-            with multiprocessing.get_context("spawn").Pool(1) as pool:  # which imports the script
-                print("squares", pool.map(square, [1, 2]))
+            for kind in "spawn", "forkserver":  # which import the script
+                with multiprocessing.get_context(kind).Pool(1) as pool:
+                    print("squares", pool.map(square, [1, 2]))
             command = [sys.executable, "-c", "import hvd_keras as hvd; hvd.init()"]
             other = subprocess.run(command, capture_output=True, text=True).stderr
             print("told", f"rank {hvd.rank()} has started this process, which is no rank" in other)
@@ -188,7 +195,8 @@ def test_processes_that_a_rank_starts_are_no_ranks(tmp_path) -> None:
         """
     job = ranks.run_script(tmp_path, 2, script)
     assert job.status == 0, job.output
-    assert job.output.count("squares [1, 4]") == job.output.count("told True") == 2, job.output
+    assert job.output.count("squares [1, 4]") == 4, job.output
+    assert job.output.count("told True") == 2, job.output
 
 
 def test_processes_outside_of_the_job_take_as_long_as_they_like(hvdrun) -> None:
@@ -224,6 +232,24 @@ def test_names_that_are_no_text(tmp_path) -> None:
     shell.chmod(0o755)
     job = subprocess.run([shell], capture_output=True, text=True)
     assert job.stdout == "('', 1) []\n", job.stderr
+
+
+def test_processes_of_other_launchers_do_not_train_apart() -> None:
+    script = """
+import os
+import hvd_keras as hvd
+for rank, size in ("RANK", "WORLD_SIZE"), ("HOROVOD_RANK", "HOROVOD_SIZE"):
+    os.environ |= {rank: "1", size: "2"}
+    try:
+        hvd.init()
+        raise SystemExit("no error")
+    except RuntimeError as error:
+        assert f"has started 2 processes ({size}=2)" in str(error), error
+    del os.environ[size]
+hvd.init()
+assert hvd.size() == 1
+"""
+    assert subprocess.run([sys.executable, "-c", script], timeout=900).returncode == 0
 
 
 def test_another_backend_of_keras_is_named() -> None:
