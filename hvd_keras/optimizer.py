@@ -15,7 +15,6 @@ from hvd_keras.gradients import (
     origin,
     reducer,
     shards,
-    specs,
     zero,
 )
 from hvd_keras.ops.reduction import Compression, Compressor, wire_dtype
@@ -177,7 +176,6 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         kind = zero.ShardedReducer if shares else reducer.KerasReducer
         own = kind(target, optimizer, name, options, chosen, local_sum)
         if sync_every is not None and inner.size() < process_set.size():
-            name = name or specs.next_name(process_set)
             wire = "int8" if is_int8 else wire_dtype(compression).name  # type: ignore[union-attr]
             how = outer_optimizer, process_set, inner_process_set, wire, fragments
             own.rounds = rounds.Rounds(target, name, sync_every, *how)

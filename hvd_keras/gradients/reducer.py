@@ -10,7 +10,6 @@ Every ``DistributedOptimizer`` and ``DistributedGradientTape`` has a ``GradientR
 
 import collections
 import contextlib
-import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -28,24 +27,23 @@ from hvd_keras.gradients import (
     shards,
 )
 from hvd_keras.gradients.specs import (
+    Named,
     VariableSpec,
     check_described,
     check_specs,
     describe_optimizer,
     in_buckets,
-    next_name,
     spec_of,
 )
 from hvd_keras.runtime import agree, log, rank_info
 from hvd_keras.runtime.keras import keras, overrides, replaced, require
 
 
-class GradientReducer:
+class GradientReducer(Named):
     """Reduces this rank's gradients with those of the other ranks.
 
     Args:
-        name: identifies the reducer on all ranks. Default: its number within the process set, at
-            its first exchange if it is "": a rank may load a model to evaluate it alone.
+        name: identifies the reducer on all ranks. Default: its number, see ``specs.Named``.
         options, groups: how gradients are exchanged, and which of them share a request.
     """
 
@@ -56,9 +54,8 @@ class GradientReducer:
     def __init__(
         self, name: str | None, options: agreement.ExchangeOptions, groups: agreement.Groups
     ) -> None:
-        self._given_name = next_name(options.process_set) if name is None else name
-        self.options = options
-        self.process_set, self.op = options.process_set, options.op
+        super().__init__(name, options.process_set)
+        self.options, self.op = options, options.op
         self.groups = groups
         self.local: dict[int, Any] = {}  # this rank's own variables, by ``shards.variable_id``
         self.averages_rows = True  # see model_ranks
@@ -69,11 +66,6 @@ class GradientReducer:
         self._steps: Any = None  # counts those of a graph
         self._factors: tuple[float, ...] = origin.UNCHANGED  # of the step
         self.has_local = False  # any rank has local variables: all must clip alike
-
-    @functools.cached_property
-    def name(self) -> str:
-        """Identifies the reducer on all ranks."""
-        return self._given_name or next_name(self.process_set)
 
     def register_local(self, variable: Any) -> None:
         """Make a variable belong to this rank: no exchange of its gradient, no broadcast."""

@@ -5,6 +5,7 @@ These are all that the result of a step depends on, on every backend of Keras.
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -152,13 +153,24 @@ _MAY_DIFFER = {
     *("idf_weights", "bin_boundaries", "compile_config", "filepath"),
 }
 
-# By process set: the ranks of one set create the same optimizers, those of another may differ.
+# By process set: the ranks of one set use the same optimizers, those of another may differ.
 _numbers: collections.defaultdict[int, Iterator[int]] = collections.defaultdict(itertools.count)
 
 
-def next_name(process_set: ProcessSet) -> str:
-    """Return the name of an optimizer without one, the same on all ranks of its process set."""
-    return f"optimizer {next(_numbers[process_set.id()])}"
+class Named:
+    """What exchanges gradients or weights, under a name that is the same on all ranks.
+
+    One without a name is numbered at its first exchange: a rank may make a model, or load one, that
+    it does not train.
+    """
+
+    def __init__(self, name: str | None, process_set: ProcessSet) -> None:
+        self._given_name, self.process_set = name, process_set
+
+    @functools.cached_property
+    def name(self) -> str:
+        """Identifies it on all ranks of its process set."""
+        return self._given_name or f"optimizer {next(_numbers[self.process_set.id()])}"
 
 
 def describe_optimizer(optimizer: Any) -> Description:

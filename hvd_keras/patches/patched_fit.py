@@ -471,4 +471,6 @@ def flat(callbacks: Any) -> list[Any]:
         return []
     if isinstance(callbacks, (list, tuple)):
         return [one for part in callbacks for one in flat(part)]
-    return flat(getattr(callbacks, "callbacks", None)) or [callbacks]
+    # One of the user's may have others in an attribute, which it calls itself.
+    is_list = isinstance(callbacks, keras.callbacks.CallbackList)
+    return flat(callbacks.callbacks) if is_list else [callbacks]

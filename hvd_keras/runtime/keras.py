@@ -83,12 +83,14 @@ else:
         return np.asarray(values if rows is None else values[rows])
 
     def scaling(buffers: list[Any]) -> Callable[[float], None]:  # noqa: D103
-        @functools.partial(tf.function, autograph=False)
         def scale(factor: tf.Tensor) -> None:
             for buffer in buffers:
                 buffer.assign(buffer * tf.cast(factor, buffer.dtype))
 
-        return lambda factor: scale(tf.constant(factor))
+        # TensorFlow warns of several functions of this code as of one that is traced too often.
+        function = tf.function(scale, autograph=False)
+        traced = function.get_concrete_function(tf.TensorSpec([], tf.float32))
+        return lambda factor: traced(tf.constant(factor, tf.float32))
 
     def snapshot(variable: Any) -> Any:  # noqa: D103
         # On a CPU without a copy: TensorFlow copies what is changed in place meanwhile.

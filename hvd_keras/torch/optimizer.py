@@ -72,7 +72,6 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     factor = gradient_predivide_factor
     call: dict[str, Any] = {"reduction": op.value, "wire": compression}
     call |= {"process_set": process_set.id(), "prescale": 1 / factor, "postscale": factor}
-    name = name or specs.next_name(process_set)
     local_sum = 1 if average_aggregated_gradients else passes
     reducer = Reducer(optimizer, name, process_set, local_sum, op, call)
     # A LossScaleOptimizer changes what an optimizer accumulates.
@@ -201,7 +200,7 @@ def note_gradients(grad: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return results
 
 
-class Reducer:
+class Reducer(specs.Named):
     """Exchanges the gradients of an optimizer; its attribute ``_hvd_reducer``.
 
     From the second step on, buckets travel while ``backward`` of Keras's own step computes others;
@@ -221,13 +220,14 @@ class Reducer:
     def __init__(
         self,
         optimizer: keras.optimizers.Optimizer,
-        name: str,
+        name: str | None,
         process_set: ProcessSet,
         local_sum: int,
         op: ReduceOp,
         call: dict[str, Any],
     ) -> None:
-        self.name, self.process_set, self.op = name, process_set, op
+        super().__init__(name, process_set)
+        self.op = op
         self.averages_rows, self.is_sharded, self.rounds = True, False, None
         self._optimizer, self._local_sum, self._call = optimizer, local_sum, call
         self._compared: dict[tuple[int, ...], Values] = {}  # lists of variables

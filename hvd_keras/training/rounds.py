@@ -58,7 +58,7 @@ class Piece(NamedTuple):
         self.weight.assign(value)
 
 
-class Rounds:
+class Rounds(specs.Named):
     """The rounds of one optimizer, in the attribute ``rounds`` of its reducer.
 
     Args:
@@ -75,7 +75,7 @@ class Rounds:
     def __init__(
         self,
         optimizer: Any,
-        name: str,
+        name: str | None,
         every: int,
         outer: Any,
         process_set: ProcessSet,
@@ -83,8 +83,8 @@ class Rounds:
         wire: str,
         fragments: int,
     ) -> None:
-        self.optimizer, self.name, self.process_set = optimizer, name, process_set
-        self.fragments = fragments
+        super().__init__(name, process_set)
+        self.optimizer, self.fragments = optimizer, fragments
         #: Between syncs. Each update takes as many batches as the optimizer accumulates.
         self.batches = every // fragments * (optimizer.gradient_accumulation_steps or 1)
         self.outer = keras.optimizers.SGD(1.0) if outer is None else outer

@@ -193,14 +193,17 @@ def test_derived_callbacks_run_their_own_part_everywhere(directory: pathlib.Path
 
 @several
 def test_callbacks_of_a_callback_list_know_what_those_of_a_list_do() -> None:
-    """Also those that fit adds, such as that of sync_every."""
-    model, watch = training.dense_model(), Watch()
+    """Also those that fit adds, such as that of sync_every; one's own may call others itself."""
+    model, watch, composite = training.dense_model(), Watch(), Watch()
+    composite.callbacks = [Watch()]
+    if RANK == 0:  # makes a model that it does not train
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), sync_every=2), loss="mse")
     broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-    given = keras.callbacks.CallbackList([broadcast, watch])
+    given = keras.callbacks.CallbackList([broadcast, watch, composite])
     x, y = training.mine(model)
     history = model.fit(x, y, batch_size=training.BATCH, verbose=0, callbacks=given).history
-    assert watch.params["steps"] == watch.batches == training.STEPS
+    assert watch.params["steps"] == watch.batches == composite.batches == training.STEPS
     assert list(history) == ["loss"]
 
 
