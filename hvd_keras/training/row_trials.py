@@ -4,7 +4,9 @@ If it does not, the ranks' parts of a batch give what one process computes. Name
 not tell. So losses and models are tried on random rows, outside of the training.
 """
 
+import contextlib
 import functools
+import math
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,15 +28,21 @@ Kind = Literal["rows", "mean", "sum", "whole", "failed", "unknown"]
 
 ROWS = 4  # of each of two parts
 _NEAR, _FAR = 0.01, 30.0  # errors of predictions, relative to the usual ones
+_FEW, _MANY = 8, 1 << 14  # values: of an axis, and of a row of all tensors
 _COMPARISONS = {"Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual"}
-# By the object of a loss, as long as it lives.
-_kinds: weakref.WeakKeyDictionary[Any, dict[Any, Kind]] = weakref.WeakKeyDictionary()
+_UNARY = {"Cast", "Identity", "ExpandDims", "Reshape"}  # of which the first input has the values
+# By the id of a loss, as long as it lives: it may have no hash.
+_kinds: dict[int, dict[Any, Kind]] = {}
 
 
 def kind_of(loss: Any, y_true: Any, y_pred: Any) -> Kind:
     """How a loss treats the rows of a batch, by its values for random rows."""
     parts = [tf.nest.flatten(part) for part in (y_true, y_pred)]
-    tensors = [tensor for part in parts for tensor in part]
+    tensors = [
+        tf.convert_to_tensor(one) if isinstance(one, np.ndarray) else one
+        for part in parts
+        for one in part
+    ]
     if any(isinstance(tensor, tf.RaggedTensor | tf.SparseTensor) for tensor in tensors):
         return "failed"
     if not all(isinstance(tensor, tf.Tensor) and tensor.shape.rank for tensor in tensors):
@@ -46,7 +54,7 @@ def kind_of(loss: Any, y_true: Any, y_pred: Any) -> Kind:
     options = {k: v for k, v in vars(loss).items() if isinstance(v, (bool, int, float, str))}
     key = repr((getattr(loss, "_fn_kwargs", None), options, sizes, dtypes, str(function)))
     is_kept = is_of_keras(function) or tf.executing_eagerly()
-    known = _kinds.setdefault(getattr(function, "__self__", function), {}) if is_kept else {}
+    known = _known(getattr(function, "__self__", function)) if is_kept else {}
     if key in known:
         return known[key]
 
@@ -57,8 +65,10 @@ def kind_of(loss: Any, y_true: Any, y_pred: Any) -> Kind:
     with tf.init_scope(), tf.device("CPU:0"):
         if not tf.executing_eagerly():  # TensorFlow 1
             return "unknown"
-        # Few columns and any number of rows are enough, unless a loss is made for certain ones.
-        few = [[min(size, 8) for size in shape] for shape in sizes]
+        # Of large rows few columns are enough, and any number of rows, unless a loss is made for
+        # certain ones.
+        is_large = sum(map(math.prod, sizes)) > _MANY
+        few = [[min(size, _FEW) if is_large else size for size in shape] for shape in sizes]
         for shapes, counts in ((few, [None]), (sizes, [None]), (sizes, [ROWS, 2 * ROWS])):
             specs = list(zip(shapes, dtypes, strict=True))
             try:
@@ -68,6 +78,16 @@ def kind_of(loss: Any, y_true: Any, y_pred: Any) -> Kind:
                 log.logger.debug("loss %s cannot be tried: %r", function, error)
     known[key] = kind
     return kind
+
+
+def _known(loss: Any) -> dict[Any, Kind]:
+    """What is known of a loss, to be added to."""
+    known = _kinds.get(id(loss), {})
+    if id(loss) not in _kinds:
+        with contextlib.suppress(TypeError):  # it can have no weak references
+            weakref.finalize(loss, _kinds.pop, id(loss), None)
+            _kinds[id(loss)] = known
+    return known
 
 
 def kind_of_regularizer(regularizer: Any, output: Any) -> Kind:
@@ -105,14 +125,15 @@ def _try(
     """Compare a loss of all rows with those of two parts; the first tensors are labels."""
     random = np.random.default_rng(1)
 
-    def rows(share: float, mark: float, error: float) -> list[Any]:
+    def rows(share: float, marks: Sequence[float], error: float) -> list[Any]:
         found: list[Any] = []
         for i, (shape, dtype) in enumerate(specs):
             drawn = random.uniform(0.1, 0.9, (ROWS, *shape))
             if i < labels:  # 0 and 1 are valid for all losses
                 marked = random.permutation(drawn.size) < share * drawn.size
                 drawn = random.permutation(marked).astype(float).reshape(drawn.shape)
-                drawn[marked.reshape(drawn.shape)] = mark
+                marked = marked.reshape(drawn.shape)
+                drawn[marked] = random.choice(marks, np.count_nonzero(marked))
             else:
                 drawn *= error
                 if error < 1 and found[(i - labels) % labels].shape == drawn.shape:
@@ -135,12 +156,17 @@ def _try(
     failures: list[Exception] = []
     # The numbers that a loss compares labels with, and those beside, may mark rows, as padding is;
     # of each part another number, so that the mean of two masked means is not that of all.
-    trials = [(mark, (1.0, 1.0)) for mark in (0.0, 1.0, -1.0, *_marks(functions[0]))]
-    # Errors on both sides of where a loss may bend, as at a flood level.
-    trials += [(0.0, errors) for errors in ((_NEAR, 1.0), (_NEAR, _FAR), (1.0, _FAR))]
-    for mark, errors in trials:
+    # Labels may be classes, as many as there are columns of predictions, of different weights.
+    classes = range(max([2, *(shape[-1] for shape, _ in specs[labels:] if shape)]))
+    trials: list[tuple[Sequence[float], tuple[float, float]]]
+    trials = [([mark], (1.0, 1.0)) for mark in marks_of(functions[0])]
+    trials += [(classes, (1.0, 1.0))] * 3
+    # Errors on both sides of where a loss may bend, as at a flood level, or of 0.
+    both_sides = (_NEAR, 1.0), (_NEAR, _FAR), (1.0, _FAR), (-1.0, 1.0), (-1.0, -0.5)
+    trials += [([0.0], errors) for errors in both_sides]
+    for marks, errors in trials:
         pairs = zip((0.25, 0.75), errors, strict=True)
-        parts = [rows(share, mark, error) for share, error in pairs]
+        parts = [rows(share, marks, error) for share, error in pairs]
         try:
             one, other = (np.asarray(functions[0](*some), "float64") for some in parts)
             both = [tf.concat(pair, 0) for pair in zip(*parts, strict=True)]
@@ -176,9 +202,9 @@ def nodes_of(traced: Any) -> list[Any]:
     return [graph.node, *(inner.node_def for inner in graph.library.function)]
 
 
-def _marks(traced: Any) -> set[float]:
-    """The numbers that a function compares with, and those beside, except -1, 0 and 1."""
-    values = [c.numpy() for c in traced.captured_inputs if c.dtype != tf.resource]
+def marks_of(traced: Any) -> list[float]:
+    """The numbers that a function may compare labels with: constants, those beside, -1, 0 and 1."""
+    values = [c.numpy() for c in traced.captured_inputs if c.dtype.is_numpy_compatible]
     for nodes in nodes_of(traced):
         named = {node.name: node for node in nodes}
         for node in nodes:
@@ -186,12 +212,14 @@ def _marks(traced: Any) -> set[float]:
                 values.append(np.array(np.nan))
             for source in node.input if node.op in _COMPARISONS else ():
                 found = named.get(source.partition(":")[0])
-                while found is not None and found.op in ("Cast", "Identity"):
+                while found is not None and found.op in _UNARY:
                     found = named.get(found.input[0].partition(":")[0])
                 if found is not None and found.op == "Const":
                     values.append(tf.make_ndarray(found.attr["value"].tensor))
-    found = {float(v.item()) for v in values if v.size == 1 and v.dtype.kind in "iuf"}
-    return {value + beside for value in found for beside in (-1, 0, 1)} - {-1, 0, 1}
+    few = [value for value in values if value.size <= _FEW and value.dtype.kind in "iuf"]
+    found = dict.fromkeys(float(one) for value in few for one in value.flat)
+    marks = [value + beside for value in found for beside in (0, -1, 1)]
+    return [*dict.fromkeys([0.0, 1.0, -1.0, *marks])]
 
 
 def _close(one: Any, other: Any) -> bool:

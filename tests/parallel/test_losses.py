@@ -1,6 +1,8 @@
 """Losses that do not divide by a fixed number: N ranks train as one process does."""
 
+import dataclasses
 import functools
+import types
 
 import keras
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
+from hvd_keras.training import row_trials
 from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -316,3 +319,53 @@ def test_a_custom_loop_with_a_masked_or_summed_loss_warns(kind: str, eager: bool
     (step if eager else tf.function(step))(mine(x)[:ROWS], mine(y)[:ROWS])
     told = [text for text in warned if "in a custom loop" in text]
     assert len(told) == (kind in ("masked", "of all rows")), warned
+
+
+def of_classes(y_true, y_pred):
+    """The third of three classes counts five times."""
+    of = tf.cast(y_true[:, 0], tf.int32)
+    weights = tf.gather([1.0, 1.0, 5.0], of)
+    error = losses.sparse_categorical_crossentropy(of, y_pred)
+    return tf.reduce_sum(weights * error) / tf.reduce_sum(weights)
+
+
+def of_columns(y_true, y_pred):
+    """Columns beyond the eighth have gaps."""
+    return tf.reduce_mean(y_pred) + masked_mean(y_true[:, 8:] > -9.0, y_pred[:, 8:])
+
+
+def of_negatives(y_true, y_pred):
+    return tf.reduce_mean((y_true - y_pred) ** 2) + masked_mean(y_pred < 0, y_pred)
+
+
+def of_other_classes(y_true, y_pred):
+    return masked_mean(tf.reduce_all(y_true[..., None] != [3.0, 5.0], -1), y_pred)
+
+
+def masked_mean(mask, values):
+    mask = tf.cast(mask, tf.float32)
+    return tf.reduce_sum(mask * values**2) / (tf.reduce_sum(mask) + 1e-6)
+
+
+@dataclasses.dataclass
+class OfRowsAlone:
+    """A loss without a hash."""
+
+    factor: float = 1.0
+
+    def __call__(self, y_true, y_pred):
+        return self.factor * tf.reduce_mean((y_true - y_pred) ** 2, -1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "columns", "kind"),
+    [
+        *[(of_classes, 3, "whole"), (of_columns, 12, "whole"), (of_negatives, 1, "whole")],
+        *[(of_other_classes, 1, "whole"), (OfRowsAlone(), 3, "rows"), (losses.Dice(), 1, "whole")],
+        *[(losses.KLDivergence(), 12, "rows"), (losses.CategoricalCrossentropy(), 12, "rows")],
+    ],
+)
+def test_what_a_loss_makes_of_rows(loss, columns: int, kind: str) -> None:
+    y = np.random.default_rng(RANK).uniform(size=(ROWS, columns)).astype("float32")
+    tried = loss if hasattr(loss, "call") else types.SimpleNamespace(fn=loss, call=loss)
+    assert row_trials.kind_of(tried, y, tf.constant(y)) == kind
