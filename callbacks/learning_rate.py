@@ -8,8 +8,6 @@ from hvd_keras.callbacks.base import Callback
 from hvd_keras.gradients.model_ranks import reducer_within, reducers_of
 from hvd_keras.runtime.keras import innermost, is_legacy, keras, require, scaling
 
-_STEPS_AT_ONCE = "_steps_per_execution" if is_legacy else "steps_per_execution"
-
 
 class _LearningRate(Callback):  # type: ignore[misc]
     """Shared by both callbacks: the position in training, and how the rate is set and logged."""
@@ -182,7 +180,7 @@ class LearningRateWarmupCallback(_LearningRate):
             return
         # Counts to the end of the steps that Keras executes at once, so that the last batch of
         # warm-up trains at the full rate.
-        done = min(1.0, (seen + int(getattr(self.model, _STEPS_AT_ONCE))) / length)
+        done = min(1.0, (seen + int(self.model.steps_per_execution)) / length)
         size = self.process_set.size()
         self._set(self.initial_lr * (1 + done * (size - 1)) / size)
         self._ends = done == 1.0

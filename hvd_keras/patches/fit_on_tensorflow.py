@@ -173,9 +173,7 @@ def pass_first_batch(model: Any, look: Callable[[Any], None]) -> None:
     tensors cannot be passed.
     """
     function = model.train_function
-    # A variable in tf_keras.
-    at_once = "_steps_per_execution" if is_legacy else "steps_per_execution"
-    steps = int(getattr(model, at_once, None) or 1)
+    steps = int(getattr(model, "steps_per_execution", None) or 1)  # a variable in tf_keras
 
     def with_a_look(iterator: Any) -> Any:
         model.train_function = function  # for all later steps
