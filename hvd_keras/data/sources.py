@@ -45,11 +45,6 @@ class Passes:
         """The number of passes that this process has begun, and those that it continues."""
         return self.next - self._not_begun
 
-    def steps(self) -> int:
-        """How many steps this pass has, with those before the row at which it began."""
-        source = self.source
-        return self.unread + source.split.steps_from(self.start, source.length, source.batch_size)
-
     def share_of_last_step(self) -> float:
         """How many of the rows of this pass's last step are no padding for training."""
         split, step = self.source.split, self.source.global_batch

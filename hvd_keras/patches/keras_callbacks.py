@@ -202,7 +202,7 @@ class CountRows(keras.callbacks.Callback):  # type: ignore[misc]
         self._passes, self._by_steps = passes, by_steps
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        steps = self._passes.steps()
+        steps = self._passes.source.steps
         if self._passes.share_of_last_step() == 1 or not batch + 1 == steps == self.params["steps"]:
             return
         of_outputs = getattr(getattr(self.model, "_compile_loss", None), "metrics", ())
