@@ -153,14 +153,9 @@ def _mine(
 def _first(source: Any, count: int) -> list[Any]:
     elements = iter(source)
     some = list(itertools.islice(elements, count))
-    if _has_cache(source):
+    if any(kind_of(node) == "Cache" for node in nodes(source)):  # not usable if it is read partly
         collections.deque(elements, maxlen=0)
     return some
-
-
-def _has_cache(source: Any) -> bool:
-    """Whether a dataset must be read to its end: a cache that is read partly is not usable."""
-    return any(kind_of(node) == "Cache" for node in nodes(source))
 
 
 def source_of(source: Any) -> tuple[list[Any], str] | None:
