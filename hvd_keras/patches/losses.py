@@ -323,10 +323,14 @@ def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
     if own is not None:
         name = f"{own.next('loss')}, {specs.common_path(name_of(loss))}"
         own.by_steps = None
-    if own is None or not is_of_all:
+
+    def alone(*given: Any) -> Any:
         with agree.within(weighing, None), _converted():  # a loss may compute others
-            # tf_keras's autograph would not convert what is called to keep them.
-            value, values = call_loss(loss, loss_call, *arguments, keeps=not is_legacy)
+            return loss_call(*given)
+
+    if own is None or not is_of_all:
+        # tf_keras's autograph would not convert what is called to keep them.
+        value, values = call_loss(loss, alone, *arguments, keeps=not is_legacy)
         weights = divisors(loss, values, y_pred, sample_weight)
         if own is None:
             _warn_in_loop(loss, kind, weights)
@@ -343,21 +347,15 @@ def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
         return value
     # Any function of the rows of the batch: each rank computes it of all.
     process_set = own.process_set
-
     # A step of one's own divides the sum by its own rows.
     divides = own.is_own and own.averages and getattr(loss, "reduction", None) == "sum"
     divides = divides and not _is_compiled(own.model, loss)
 
     def of_all() -> Any:
-        with agree.within(weighing, None), _converted():
-            value = loss_call(loss, *ops.allgather_rows(arguments, name, process_set))
+        value = alone(loss, *ops.allgather_rows(arguments, name, process_set))
         return value / tf.cast(process_set.size(), value.dtype) if divides else value
 
-    def alone() -> Any:
-        with agree.within(weighing, None), _converted():
-            return loss_call(loss, *arguments)
-
-    return own.together(of_all, alone)
+    return own.together(of_all, lambda: alone(loss, *arguments))
 
 
 def _warn_in_loop(loss: Any, kind: row_trials.Kind, weights: list[Any]) -> None:
