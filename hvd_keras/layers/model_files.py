@@ -66,14 +66,11 @@ def save_model(
         raise TypeError(f"hvd.save_model: got {model!r:.99}, expected a keras.Model.")
     process_sets.check(process_set, "save_model")
     divided = _divided(model)
-    tables = [
-        _Table(id(t), (t.input_dim, t.output_dim), t.variable_dtype, _blocks(t, process_set))
-        for t in divided
-    ]
+    tables = [_table(id(layer), layer.embeddings) for layer in divided]
     with_optimizer = not divided and model_ranks.is_sharded(getattr(model, "optimizer", None))
     if with_optimizer:
         slots = [v for v in model.optimizer.variables if shards.of(v) is not None]
-        tables = [_of_slot(slot) for slot in slots]
+        tables = [_table(shards.variable_id(slot), slot) for slot in slots]
     # All ranks go through these once, in one order: each block is a collective.
     streams = [table.blocks for table in tables]
 
@@ -206,36 +203,33 @@ class _Table:
     blocks: Iterator[Any]  # its rows, on the first rank; on others, iterating sends them there
 
 
-def _of_slot(slot: Any) -> _Table:
-    shard = shards.of(slot)
-    assert shard is not None
-    blocks = (shards.whole(part) for part in [slot])  # one block, which every rank has room for
-    return _Table(shards.variable_id(slot), shard.shape, tf.as_dtype(slot.dtype).name, blocks)
+def _table(key: int, variable: Any) -> _Table:
+    shard: Any = shards.of(variable)
+    dtype = tf.as_dtype(variable.dtype).name
+    return _Table(key, shard.shape, dtype, _blocks(variable, shard))
 
 
-def _blocks(table: Embedding, process_set: ProcessSet) -> Iterator[Any]:
+def _blocks(variable: Any, shard: shards.Shard) -> Iterator[Any]:
     """Yield the table's rows, block by block, on the first rank; on others, sends them there."""
-    layout = table.layout
-    assert layout is not None
-    mine = np.asarray(table.embeddings)
-    part, size = layout.part(process_set.rank()), process_set.size()
-    step = max(1, shards.BLOCK // table.output_dim)
-    for first in range(0, table.input_dim, step):
-        last = min(first + step, table.input_dim)
+    layout, process_set, part = shard.layout, shard.process_set, shard.part
+    mine, size = np.asarray(variable).reshape(part.shape), process_set.size()
+    step = max(1, shards.BLOCK // layout.output_dim)
+    for first in range(0, layout.input_dim, step):
+        last = min(first + step, layout.input_dim)
         values = np.ascontiguousarray(mine[part.between(first, last)]).reshape(-1)
         # The first rank gets the rows of one block at a time, the others none.
         received, lengths = ops.alltoall(
             values,
             [values.size] + [0] * (size - 1),
-            name=f"{table.request_name()} saved",
+            name=f"table {layout.input_dim} x {layout.output_dim} saved",
             process_set=process_set,
         )
         if process_set.rank() > 0:
             continue
-        block = np.empty((last - first, table.output_dim), mine.dtype)
+        block = np.empty((last - first, layout.output_dim), mine.dtype)
         for rank, piece in enumerate(np.split(received.numpy(), np.cumsum(lengths)[:-1])):
             layout.part(rank).put(piece, block, first)
-        yield block
+        yield block.reshape(-1, *shard.shape[1:])
 
 
 def _exhaust(streams: Iterable[Iterator[Any]]) -> None:
@@ -315,7 +309,7 @@ def _fill(weights: pathlib.Path, token: int, tables: list[_Table]) -> None:
             for block in table.blocks:
                 for data in targets:
                     data[slice(first, first + len(block)) if data.shape else ()] = block
-                first += len(block) if data.shape else 1
+                first += len(block)
 
 
 def _rewritten(config: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
