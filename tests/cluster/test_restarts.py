@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import cluster, memory, restarting
+from tests.harness import cluster, restarting
 from tests.harness.cluster import Running
 from tests.harness.hosts import Hosts
 from tests.harness.launcher import wait_until
@@ -40,24 +40,22 @@ def end(output: str) -> str:
 
 @dataclasses.dataclass
 class Row:
-    """A fault, injected by the test or (None) by the script; and the message that it must cause."""
+    """A fault and the message that it must cause."""
 
     summary: str
-    fault: Callable[[Running], None] | None = None
+    fault: Callable[[Running], None]
 
 
 def killed(words: str, number: int = signal.SIGKILL) -> Callable[[Running], None]:
     return lambda job: job.kill(1, words, number)
 
 
-EARLY = r"hvdrun: rank 1 exited \(status 0\) while the others were still running$"
 FIRST = "hvdrun: rank 1 on server2 failed first: "
 LOST = "hvdrun: lost server2 with rank 1: the network or the host failed$"
 VAIN = (
     r"timed out waiting for another rank.*\n(.*\n)*"
     r".*rank 1 \(on server2\) (has not submitted|stopped responding)"
 )
-DIFFER = r"(.*\n)+hvdrun: rank [012] on server[123] failed first: exit status 1$"
 ROWS = {
     "SIGKILL": Row(
         FIRST + r"killed by SIGKILL \(out of memory\? see dmesg\)$", killed("restarting.py")
@@ -70,42 +68,18 @@ ROWS = {
     "SIGSTOP": Row(VAIN, killed("restarting.py", signal.SIGSTOP)),
     "cut": Row(LOST, lambda job: job.hosts[1].unplug()),
     "reset": Row(LOST, lambda job: job.hosts[1].reset()),
-    "exception": Row(r"ValueError: bad luck\n(.*\n)*" + FIRST + "exit status 1$"),
-    "MemoryError": Row(r"MemoryError(.*\n)+" + FIRST + "exit status 1$"),
-    "SIGSEGV": Row(FIRST + "killed by SIGSEGV$"),
-    "SIGTERM": Row(FIRST + "killed by SIGTERM$"),
-    "out of memory": Row(FIRST + r"killed by SIGKILL \(out of memory\? see dmesg\)$"),
-    # MPICH's daemons kill all ranks at once, after its own words.
-    "MPI_Abort(5)": Row(FIRST + "exit status 5$" + r"|Abort\(5\) on node 1 \(rank 1 in comm 0\)"),
-    "sleep": Row(VAIN),
-    "sys.exit(0)": Row(EARLY + r"|rank 1 has left the job"),
-    "sys.exit(3)": Row(FIRST + "exit status 3$"),
-    "os._exit(0)": Row(EARLY),
-    "os._exit(3)": Row(FIRST + "exit status 3$"),
-    "other shape": Row(r"rank 1: .*float32\[2\]" + DIFFER),
-    "other dtype": Row(r"rank 1: .*float64\[2\]" + DIFFER),
-    "other reduction": Row(r"rank 1: .*op=Max" + DIFFER),
-    "other kind": Row("rank 1 has submitted: broadcast 'fault'"),
-    "skipped": Row(
-        r"rank 0 has submitted: allreduce 'fault'\n *rank 1 has submitted: allreduce 'optimizer",
-    ),
 }
 
 
 class Chain(Running):
     """A job with the faults of these rows, the first one in its second epoch."""
 
-    def __init__(self, hosts: Hosts, folder: Path, rows: list[str], group: Path | str) -> None:
-        self.group = group
-        if isinstance(group, str) and "out of memory" in rows:
-            rows.remove("out of memory")
+    def __init__(self, hosts: Hosts, folder: Path, rows: list[str]) -> None:
         self.rows = rows
         self.epochs = len(rows) + 2
-        inside = [f"{epoch}:{name}" for epoch, name in enumerate(rows, 1) if not ROWS[name].fault]
-        command = [*SCRIPT, "checkpoints", str(self.epochs), str(PAUSE), *inside]
+        command = [*SCRIPT, "checkpoints", str(self.epochs), str(PAUSE)]
         options = ("-H", HOSTS, "--max-restarts", str(len(rows)))
-        settings = ENVIRONMENT | {"HVD_TEST_MEMORY_GROUP": str(group)}
-        super().__init__(hosts, folder, cluster.hvdrun(*options, *command), settings)
+        super().__init__(hosts, folder, cluster.hvdrun(*options, *command), ENVIRONMENT)
 
     def said(self, start: int) -> str:
         """The output of the job's n-th start, counted from 1."""
@@ -135,15 +109,14 @@ def chain(
     """The job, with the selected rows."""
     items = [item for item in request.session.items if hasattr(item, "callspec")]
     rows = [item.callspec.params["row"] for item in items if "row" in item.callspec.params]
-    with memory.group() as group:
-        job = Chain(common_hosts, tmp_path_factory.mktemp("chain"), rows, group)
-        yield job
-        job.close()
-        # A hvdrun that was killed, because some of the tests are deselected, is cleaned up after.
-        wait_until(lambda: not job.left(), "nothing is left of the job")
+    job = Chain(common_hosts, tmp_path_factory.mktemp("chain"), rows)
+    yield job
+    job.close()
+    # A hvdrun that was killed, because some of the tests are deselected, is cleaned up after.
+    wait_until(lambda: not job.left(), "nothing is left of the job")
 
 
-# The others end as on one host, which tests/jobs/test_faults.py shows.
+# What a script does ends as on one host, which tests/jobs/test_faults.py shows.
 FAST = ["SIGSTOP", "SIGKILL", "cut"]
 
 
@@ -152,15 +125,12 @@ FAST = ["SIGSTOP", "SIGKILL", "cut"]
     "row", [pytest.param(row, marks=[pytest.mark.slow] * (row not in FAST)) for row in ROWS]
 )
 def test_a_fault_is_reported_and_a_restart_recovers(chain: Chain, row: str) -> None:
-    if row not in chain.rows:
-        pytest.skip(str(chain.group))
     number, fault = chain.rows.index(row) + 1, ROWS[row].fault
     chain.wait_for("begins with epoch ", 3 * number)
     told, before = chain.output.count("hvdrun: "), chain.left(between=True)
     assert len(before) > 6
-    chain.wait_for(f"epoch {number} batch {5 if fault else 4}\n", 1)
-    if fault:
-        fault(chain)
+    chain.wait_for(f"epoch {number} batch 5\n", 1)
+    fault(chain)
     chain.wait_for("hvdrun: ", told + 1)
     chain.hosts[1].repair()
     again = (

@@ -1,15 +1,12 @@
 """A training that goes on after restarts, and tells what it has seen and where it ends.
 
-Arguments: a folder for the checkpoints, epochs, seconds that a step takes at least, and faults that
-rank 1 has once, each as EPOCH:NAME. Each rank appends to the file "seen" in the current folder the
-rows of every batch; the label of a row is its number. The last line of rank 0's output tells the
-digest of the end.
+Arguments: a folder for the checkpoints, epochs, and seconds that a step takes at least. Each rank
+appends to the file "seen" in the current folder the rows of every batch; the label of a row is its
+number. The last line of rank 0's output tells the digest of the end.
 """
 
 import hashlib
 import os
-import pathlib
-import signal
 import sys
 import time
 
@@ -46,75 +43,6 @@ class Seen(keras.callbacks.Callback):
             print(f"epoch {self.epoch} batch {batch}", flush=True)
 
 
-FAULTS = {
-    "exception": lambda: raise_(ValueError("bad luck")),
-    "MemoryError": lambda: raise_(MemoryError()),
-    "sys.exit(0)": lambda: sys.exit(0),
-    "sys.exit(3)": lambda: sys.exit(3),
-    "os._exit(0)": lambda: os._exit(0),
-    "os._exit(3)": lambda: os._exit(3),
-    "MPI_Abort(5)": lambda: abort(),
-    "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
-    "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
-    "out of memory": lambda: hoard(),
-    "sleep": lambda: time.sleep(1000),
-}
-# These need the other ranks.
-DIFFERENCES = {
-    "other shape": lambda: hvd.allreduce(tf.ones(hvd.rank() + 1), name="fault"),
-    "other dtype": lambda: hvd.allreduce(
-        tf.ones(2, tf.float64 if hvd.rank() == 1 else tf.float32), name="fault"
-    ),
-    "other reduction": lambda: hvd.allreduce(
-        tf.ones(2), op=hvd.Max if hvd.rank() == 1 else hvd.Min, name="fault"
-    ),
-    "other kind": lambda: (
-        hvd.broadcast(tf.ones(2), 0, name="fault")
-        if hvd.rank() == 1
-        else hvd.allreduce(tf.ones(2), name="fault")
-    ),
-    "skipped": lambda: hvd.rank() == 1 or hvd.allreduce(tf.ones(1), name="fault"),
-}
-
-
-def raise_(error: BaseException) -> None:
-    raise error
-
-
-def abort() -> None:
-    """As some libraries do."""
-    from mpi4py import MPI
-
-    MPI.COMM_WORLD.Abort(5)
-
-
-def hoard() -> None:
-    """Use more memory than the control group has."""
-    pathlib.Path(os.environ["HVD_TEST_MEMORY_GROUP"], "cgroup.procs").write_text("0")
-    [b"x" * (1 << 20) for _ in range(1000)]
-
-
-class Fault(keras.callbacks.Callback):
-    """In the middle of an epoch, when it comes for the first time."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        epoch, _, self.name = text.partition(":")
-        self.epoch = int(epoch)
-        self.here = False
-
-    def on_epoch_begin(self, epoch, logs=None) -> None:
-        self.here = epoch == self.epoch
-
-    def on_train_batch_begin(self, batch, logs=None) -> None:
-        if self.here and batch == 5 and (hvd.rank() == 1 or self.name in DIFFERENCES):
-            try:
-                open(f"fault-{self.epoch}-{hvd.rank()}", "x").close()
-            except FileExistsError:
-                return
-            (FAULTS | DIFFERENCES)[self.name]()
-
-
 class Model(keras.Model):
     """Keeps the numbers of the rows of its last batch."""
 
@@ -149,7 +77,6 @@ def main() -> None:
     data = hvd.data.shard((x, y), batch_size=BATCH)
     broadcast, verify = hvd.callbacks.BroadcastGlobalVariablesCallback(0), VerifyWeights(EVERY)
     callbacks = [broadcast, verify, checkpoint, Seen(pause)]
-    callbacks += [Fault(text) for text in sys.argv[4:]]
     print("begins with epoch", checkpoint.initial_epoch, "on", os.uname().nodename, flush=True)
     model.fit(data, epochs=epochs, callbacks=callbacks, verbose=0)
     state = [np.asarray(v).tobytes() for v in (*model.weights, *model.optimizer.variables)]
