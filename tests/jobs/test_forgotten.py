@@ -40,7 +40,6 @@ TAPE = "    tape = hvd.DistributedGradientTape(tape)\n"
 ALONE = LOOP.replace(TAPE, "")
 # The loss that is logged is exchanged, but not the gradients.
 NO_TAPE = ALONE.replace("    optimizer.", "    mean = hvd.allreduce(loss)\n    optimizer.")
-EAGER = ALONE.replace("@tf.function\n", "").replace("return loss", "return hvd.allreduce(loss)")
 OTHER_RATES = ALONE.replace(
     "keras.optimizers.SGD(0.01)",
     "hvd.DistributedOptimizer(keras.optimizers.SGD(0.01 * (1 + hvd.rank())))",
@@ -101,17 +100,12 @@ def test_gradients_that_a_script_assigns_itself(hvdrun, tape) -> None:
     ) != tape
 
 
+# What was called before, and steps of other kinds: parallel/features/test_earlier_calls.py.
 @pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("script", "told"),
     [
         pytest.param(SECOND_MODEL, NOT_DISTRIBUTED, id="second optimizer"),
-        pytest.param(
-            "fit(keras.optimizers.SGD(0.01), [broadcast], run_eagerly=True)",
-            NOT_DISTRIBUTED,
-            id="optimizer, eager",
-            marks=pytest.mark.slow,
-        ),
         pytest.param(
             "fit(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), [])",
             DIFFERENT,
@@ -123,18 +117,6 @@ def test_gradients_that_a_script_assigns_itself(hvdrun, tape) -> None:
         pytest.param(BUILT + ONE_OF_TWO, NOT_DISTRIBUTED, id="one of two optimizers, eager loop"),
         pytest.param(BUILT + LOGGED, NOT_DISTRIBUTED, id="tape, eager loop, loss"),
         pytest.param(
-            BUILT + EAGER,
-            NOT_DISTRIBUTED,
-            id="tape, eager loop",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            f"{BUILT}if hvd.rank() == 0: model.set_weights([2 * w for w in model.get_weights()])\n"
-            + LOOP,
-            DIFFERENT,
-            id="changed after the broadcast, loop",
-        ),
-        pytest.param(
             BUILT + OTHER_RATES,
             "began to train with different learning rates",
             id="other rates, loop",
@@ -143,29 +125,6 @@ def test_gradients_that_a_script_assigns_itself(hvdrun, tape) -> None:
             f"{BUILT}{LOOP}model = keras.models.clone_model(model)\n{LOOP}",
             DIFFERENT,
             id="broadcast, second loop",
-        ),
-        pytest.param(
-            "model.compile(keras.optimizers.SGD(0.01), 'mse')\nmodel.train_on_batch(x, y)",
-            NOT_DISTRIBUTED,
-            id="optimizer, train_on_batch",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "fit(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), [broadcast])\n"
-            "fit(keras.optimizers.SGD(0.01), [broadcast])",
-            NOT_DISTRIBUTED,
-            id="optimizer, compiled again",
-        ),
-        pytest.param(
-            "hvd.allreduce(float(len(x)))\nfit(keras.optimizers.SGD(0.01), [broadcast])",
-            NOT_DISTRIBUTED,
-            id="optimizer, after another reduction",
-        ),
-        pytest.param(
-            LOOP.replace("@tf.function\n", ""),
-            DIFFERENT,
-            id="broadcast, eager loop",
-            marks=pytest.mark.slow,
         ),
     ],
 )
