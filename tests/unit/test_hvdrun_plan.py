@@ -372,25 +372,6 @@ def test_restarts_that_fail_at_once_are_no_hot_loop(hvdrun) -> None:
     assert times[3] - times[2] > 2
 
 
-def test_restarts_on_this_host(hvdrun) -> None:
-    code = """
-        starts = len(os.listdir("starts"))
-        if rank == 0:
-            open(f"starts/{starts}", "w")
-        sys.exit(3 if starts < 2 else 0)
-        """
-    (hvdrun.folder / "starts").mkdir()
-    for restarts, status in (("1", 3), ("5", 0)):
-        done = hvdrun.run(
-            "-n", "1", "--max-restarts", restarts, sys.executable, hvdrun.script(code)
-        )
-        assert done.returncode == status, done.stderr
-        for path in (hvdrun.folder / "starts").iterdir():
-            path.unlink()
-    said = [line.partition(",")[0] for line in done.stderr.splitlines() if "restart" in line]
-    assert said == [f"hvdrun: restart {n} of 5: 1 rank on this host" for n in (1, 2)]
-
-
 def test_a_start_waits_for_a_list_of_hosts_that_is_away(hvdrun) -> None:
     """The discovery script lists no host, at the restart after it has failed."""
     (hvdrun.folder / "answers").mkdir()
