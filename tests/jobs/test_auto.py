@@ -167,7 +167,7 @@ class Both:
         return [set(re.findall(r"(\w+) \(\w+\.py:\d+\)", line)) for line in of_steps]
 
 
-QUICK = ["arrays", "losses", "custom", "whole", "files", "tables", "python", "steps", "loop"]
+QUICK = ["arrays", "masks", "custom", "whole", "files", "tables", "python", "steps", "loop"]
 
 
 @pytest.fixture(

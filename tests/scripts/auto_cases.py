@@ -118,19 +118,8 @@ def sources():
         show(name, net, net.fit(source, verbose=0, **options).history)
 
 
-def losses():
-    """A sum, a loss of the whole batch, a mean by weights, a mask."""
-
-    def ratio(y_true, y_pred):
-        return tf.reduce_sum((y_true - y_pred) ** 2) / (10 + tf.reduce_sum(y_true))
-
-    cases = {"sum": keras.losses.MeanSquaredError("sum"), "ratio": ratio}
-    with contextlib.suppress(ValueError):  # older Keras has none
-        cases["mean"] = keras.losses.MeanSquaredError("mean_with_sample_weight")
-    for name, loss in cases.items():
-        net = model(loss=loss)
-        net.optimizer.learning_rate = 0.002
-        show(name, net, net.fit(x, y, 11, sample_weight=weights, verbose=0).history)
+def masks():
+    """A mask, and Keras's own words for several devices."""
     texts = random.integers(0, 9, size=(41, 7))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     embedding = keras.layers.Embedding(9, 4, mask_zero=True)
