@@ -37,66 +37,6 @@ def started(cluster: Standalone, driver: subprocess.Popen[str], condition) -> No
     assert driver.poll() is None, (cluster.folder / "errors").read_text()[-5000:]
 
 
-def test_training_goes_on_after_a_killed_executor(cluster: Standalone) -> None:
-    """Spark repeats the stage, too; only the restart trains, and as if nothing had happened."""
-    script = """
-def train(folder):
-    import keras
-    import numpy as np
-
-    import hvd_keras as hvd
-
-    hvd.init()
-    log = os.open(f"{folder}/log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-
-    class Log(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            step = int(self.model.optimizer.iterations.numpy())
-            os.write(log, f"{os.getpid()} {hvd.rank()} {step}\\n".encode())
-            time.sleep(0.05)
-
-    keras.utils.set_random_seed(hvd.rank())
-    x = np.random.default_rng(0).normal(size=(64, 3)).astype("float32")
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
-    checkpoint = hvd.callbacks.Checkpoint(f"{folder}/checkpoints", save_freq=3)
-    data = hvd.data.shard((x, x @ [1, 2, 3]), batch_size=4)
-    first = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), checkpoint]
-    model.fit(data, epochs=6, verbose=0, shuffle=False, callbacks=[*first, Log()])
-    return hvd.rank(), [weight.tolist() for weight in model.get_weights()]
-
-for name in ("alone", "disturbed"):
-    os.mkdir(name)
-    found = hvd.spark.run(train, (os.path.abspath(name),), num_proc=2, max_restarts=1)
-    print(found, flush=True)
-"""
-    log = cluster.folder / "disturbed" / "log"
-    with cluster.start(script) as driver:
-        try:
-            undisturbed = driver.stdout.readline()
-            started(cluster, driver, lambda: log.exists() and log.read_text().count("\n") > 20)
-            executors = [
-                pid for pid, line in cluster.processes().items() if "--executor-id" in line
-            ]
-            assert len(executors) == 2
-            os.kill(executors[0], signal.SIGKILL)
-            told, _ = driver.communicate(timeout=LIMIT)
-        finally:
-            driver.kill()
-    assert undisturbed.startswith("[(0, [[[")
-    *messages, results = told.splitlines()
-    assert results == undisturbed.strip()
-    assert "hvd.spark.run: restart 1 of 1" in messages
-    steps = [line.split() for line in log.read_text().splitlines()]
-    processes = [list(dict.fromkeys(pid for pid, of, _ in steps if of == rank)) for rank in "01"]
-    assert [len(pids) for pids in processes] == [2, 2]
-    starts = [processes[int(rank)].index(pid) for pid, rank, _ in steps]
-    assert starts == sorted(starts)  # the second has begun after the first had ended
-    restarted = [int(step) for _, _, step in steps[starts.index(1) :]]
-    assert 3 < restarted[0] < restarted[-1] == 48
-    cluster.await_end()
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_outlives_its_driver(cluster: Standalone, number: signal.Signals) -> None:
     script = f"{WAIT}\nhvd.spark.run(wait, (os.getcwd(),), num_proc=2)\n"
