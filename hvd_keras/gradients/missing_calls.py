@@ -120,7 +120,11 @@ def check_update(optimizer: Any, gradients: list[Any], variables: list[Any]) -> 
     if not first_steps_are_local or in_fit.get() or not variables:
         # A graph may apply what the script has reduced outside of it; that cannot be seen.
         is_here = any(_noted(v) is graph() for v in variables)
-        parts = in_fit.get() or is_eager() or is_here or not _has_reduced()
+        parts = in_fit.get() or is_eager() or is_here
+        if not parts:  # in a graph, so of TensorFlow
+            from hvd_keras import ops
+
+            parts = not ops.has_reduced()
         tell(text, global_process_set, RuntimeError, parts=parts)
         told_alone.add(*variables)
         return
@@ -453,13 +457,6 @@ def exchange_by(who: Literal["optimizer", "tape"], variables: Sequence[Any] = ()
             yield
     finally:
         _bytes[who] += count("bytes") - before if is_eager() else 0
-
-
-def _has_reduced() -> bool:
-    """Whether a script of TensorFlow has called ``allreduce``."""
-    from hvd_keras import ops
-
-    return ops.has_reduced()
 
 
 def _by_script() -> int:

@@ -34,8 +34,7 @@ def reducer_of(optimizer: Any) -> Reducer | None:
 
 def reducer_within(optimizer: Any) -> Reducer | None:
     """That of an optimizer, or else of one of its parts."""
-    found = _reducers([optimizer, *_parts_of(optimizer)])
-    return found[0] if found else None
+    return next(iter(_reducers([optimizer, *_parts_of(optimizer)])), None)
 
 
 def is_sharded(optimizer: Any) -> bool:
