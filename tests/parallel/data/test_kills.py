@@ -112,7 +112,7 @@ def live(
     return [(epoch, seen) for epoch, batch, seen in killed.seen if (epoch, batch) < checkpoint.last]
 
 
-CASES = [("files", 4), ("arrays", 4), ("dataset", 4), ("repeated", 6), ("repeated twice", 4)]
+CASES = [("files", 4), ("arrays", 4), ("dataset", 4), ("repeated", 4), ("repeated twice", 4)]
 MANY = [
     *[("files", 50), ("batches", 4), ("dataset", 50), ("repeated twice", 12), ("repeated", 50)],
 ]
