@@ -212,5 +212,12 @@ def replaced(owner: Any, attribute: str, value: Any) -> Iterator[None]:
 
 
 def overrides(one: Any, *names: str, of: Any = keras.Model) -> bool:
-    """Whether the class of a model has a method of its own in place of one of Keras's class."""
-    return any(getattr(type(one), name, None) is not getattr(of, name, None) for name in names)
+    """Whether a model, or the class of an object, has a method of its own in place of Keras's."""
+    own = vars(one) if of is keras.Model else {}  # in optimizers, those of a reducer
+
+    def method(name: str) -> Any:
+        found = own.get(name, getattr(type(one), name, None))
+        found = getattr(found, "_hvd_alone", found)  # what a weighed step calls
+        return getattr(found, "__func__", found)
+
+    return any(method(name) is not getattr(of, name, None) for name in names)

@@ -29,7 +29,7 @@ from hvd_keras.training.halves import (
     of_losses,
     trying,
 )
-from hvd_keras.training.row_trials import ROWS, is_of_keras, nodes_of, some
+from hvd_keras.training.row_trials import ROWS, is_of_keras, marks_of, nodes_of, some
 
 _TRIALS, _SECONDS = 4, 1.0
 _GATHERS = {"GatherV2", "Gather", "GatherNd", "Slice", "StridedSlice"}
@@ -161,10 +161,16 @@ def _kind_of_rows(traced: Any, model: Any, batch: Any, is_known: bool, ranks: in
         return float(value_of(*tf.nest.flatten(joined)))
 
     found, end = set(), time.monotonic() + _SECONDS
-    # Few ids occur, which both parts may have in common.
-    for number in range(_TRIALS if value_of else 0):
+    # Few ids occur, which both parts may have in common. Some labels may have no loss: more of one
+    # part than of the other, or the mean of two masked means would be that of all.
+    marks = marks_of(traced)
+    draws: list[tuple[int, float | None]] = [(0, None), *((1, mark) for mark in marks)]
+    draws += [(number, None) for number in range(1, _TRIALS)] + [(0, mark) for mark in marks]
+    for number, mark in draws if value_of else ():
         draw = functools.partial(_drawn, rows=ROWS, random=random, number=number)
         one, other = (tf.nest.map_structure(draw, batch) for _ in "12")
+        if mark is not None:
+            one, other = _marked(one, mark, 0.25, random), _marked(other, mark, 0.75, random)
         # Each row at each place, as rows draw random numbers by their places.
         pairs = (one, other), (other, one), (one, one), (other, other), (one, other)
         try:
@@ -237,3 +243,18 @@ def _drawn(spec: Any, rows: int, random: Any, number: int = 0) -> Any:
         return tf.cast(random.normal(size=size) * (1, 10)[number % 2], spec.dtype)
     labels = tf.constant(random.integers(*[(0, 2), (1, 3), (0, 10), (1, 100)][number], size))
     return tf.as_string(labels) if spec.dtype == tf.string else tf.cast(labels, spec.dtype)
+
+
+def _marked(rows: Any, mark: float, share: float, random: Any) -> Any:
+    """Rows with a mark in a share of the values of all parts but the first, unless it is alone."""
+
+    def marked(values: Any) -> Any:
+        if values.dtype == tf.string:
+            return values
+        count = values.shape.num_elements()
+        places = random.permutation(np.arange(count) < share * count).reshape(values.shape)
+        return tf.where(places, tf.cast(mark, values.dtype), values)
+
+    if isinstance(rows, tuple) and len(rows) > 1:
+        return rows[0], *tf.nest.map_structure(marked, rows[1:])
+    return tf.nest.map_structure(marked, rows)

@@ -1,6 +1,7 @@
 """Keras's layers, losses and metrics in fit: as on one process, or with a word."""
 
 import contextlib
+import types
 
 import keras
 import numpy as np
@@ -126,7 +127,32 @@ class SumInStep(OverRowsInStep):
         return keras.ops.sum((y - self(x)) ** 2)
 
 
+class OverKnownInStep(OverRowsInStep):
+    """Some labels are unknown."""
+
+    unknown = -100.0
+
+    def total(self, x, y):
+        known = keras.ops.cast(y != self.unknown, "float32")
+        return keras.ops.sum(known * (y - self(x)) ** 2) / (keras.ops.sum(known) + 1.0e-6)
+
+
+class OverNonzeroInStep(OverKnownInStep):
+    unknown = 0.0
+
+
+class OverRowsInItsStep(OverRowsInStep):
+    """The model has a step, not its class."""
+
+    compute_loss, train_step = keras.Model.compute_loss, keras.Model.train_step
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.train_step = types.MethodType(OverRowsInStep.train_step, self)
+
+
 MIXING = OverRows, OverFirstRow, OverRowsInLoss, OverRowsInStep, OverRowsInAddedLoss
+MIXING += OverKnownInStep, OverNonzeroInStep, OverRowsInItsStep
 TOLD = {**dict.fromkeys(MIXING, "other than by a mean"), SumInStep: "adds up the rows"}
 
 
