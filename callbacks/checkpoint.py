@@ -15,7 +15,7 @@ from hvd_keras.callbacks.base import Callback
 
 from hvd_keras.data.sources import Passes
 from hvd_keras.gradients import model_ranks, shards
-from hvd_keras.runtime import agree, log
+from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import innermost, is_legacy, replace_values, snapshot
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.saving import background, per_rank, resuming, storage
@@ -144,7 +144,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         others = fit.backend.passes_of(fit.arguments["validation_data"])
         self._validation = [one for one in others if not any(one is own for own in fit.passes)]
         self._rows = resuming.rows_of_step(fit)
-        self._tell_what_is_read_again(fit)
+        resuming.tell_what_is_read_again(fit, self.save_freq)
         if found is None:
             return
         # The epochs of each fit until then: if more of them follow, this one was complete.
@@ -321,27 +321,12 @@ class Checkpoint(Callback):  # type: ignore[misc]
             reads = not (seeks or goes_on) or getattr(fit.seekable, "yields_unread", False)
             self._resuming = resuming.Resuming(fit, own, batches, reads, metrics)
 
-    def _tell_what_is_read_again(self, fit: Fit) -> None:
-        is_sought = fit.seekable is not None and not any(one.source.reads for one in self._passes)
-        is_within = self.save_freq != "epoch" or any(one.goes_on for one in self._passes)
-        if self._hvd_process_set.rank() or is_sought or not (fit.begins_anew or is_within):
-            return
-        log.logger.warning(
-            "Checkpoint: a restart %s. Data of hvd.data.shard begin anywhere if made of arrays, a "
-            "PyDataset or hvd.data.files. With save_freq='epoch' and whole passes as epochs "
-            "nothing is read twice.",
-            "will begin the data anew: its passes end within the epochs of fit"
-            if fit.begins_anew
-            else "within a pass over the data will read what is before that again, without "
-            "training on it",
-        )
-
     def _take_over(self, found: per_rank.Found, fit: Fit) -> list[Any]:
         """Give callbacks the state that they had; return the metrics' values for this rank."""
         metrics, kept = [], []
         rank, ranks = self._hvd_process_set.rank(), found.metadata["ranks"]
         same_ranks = ranks == self._hvd_process_set.size()
-        attributes = variables.unlisted(self.model._flatten_layers())
+        attributes = variables.unlisted(self.model._flatten_layers(), generators=True)
         for number, described in enumerate(found.more, len(found.stored + found.rounds)):
             path, *_, by_rank = described
             if path.startswith(per_rank.CALLBACK):
@@ -399,10 +384,12 @@ class Checkpoint(Callback):  # type: ignore[misc]
             divisible = [*variables.seed_states(layers), *variables.moving_statistics(layers)]
             divisible += variables.accumulators(self.model)
             divisible += own if found.rounds or model_ranks.rounds_of(self.model) else []
+            pairs = list(zip(found.stored, own, strict=False))
+            pairs += [(one, None) for one in found.more if one[0].startswith(per_rank.ATTRIBUTE)]
             differences += [
                 f"{path} differs between the {found.metadata['ranks']} ranks of the checkpoint, "
                 f"but now there are {self._hvd_process_set.size()} ranks"
-                for (path, _, _, by_rank), variable in zip(found.stored, own, strict=False)
+                for (path, _, _, by_rank), variable in pairs
                 if by_rank and not any(variable is other for other in divisible)
             ]
         calls = self.model.steps_per_execution
@@ -422,13 +409,6 @@ class Checkpoint(Callback):  # type: ignore[misc]
 
         agree.on_all_ranks("Checkpoint", check, self._hvd_process_set)
 
-    def _compared_by_fit(self) -> set[int]:
-        """Return the ids of the weights that are equal on all ranks, or ``fit`` says that not."""
-        fit = running(self.model)
-        if fit is None or fit.values is None or fit.values.reported:
-            return set()
-        return {*map(id, fit.values.variables)} & {*map(id, self.model.trainable_variables)}
-
     def _save(self, epoch: int, batch: int) -> None:
         """Take the state as it is now; threads write it while training goes on."""
         self._writing.finish()  # no more than one copy of the state is held
@@ -439,11 +419,13 @@ class Checkpoint(Callback):  # type: ignore[misc]
         callbacks = fit.callbacks if fit else []
         mine_now = [bool(self.model.stop_training), resuming.numbers_of(callbacks)]
         states = agree.gather_if_different("callbacks' state", mine_now, process_set) or [mine_now]
-        kept = resuming.kept_of(variables.unlisted(self.model._flatten_layers()), process_set)
+        others = variables.unlisted(self.model._flatten_layers(), generators=True)
+        variables.tell_unsaved(self.model, [*own, *others.values()], process_set)
+        kept = resuming.kept_of(others, process_set)
         kept += resuming.arrays_of(callbacks, states[0][1], self.model)
         values = [*map(snapshot, [*own, *metrics]), *(array.value for array in kept)]
         # Most variables are equal, by construction: these are written from rank 0 alone.
-        equal = self._compared_by_fit()
+        equal = resuming.compared_by(fit) if fit else set()
         everything = [*own, *metrics, *kept]
         differing = per_rank.gather_differing(everything, values, equal, process_set)
         path = storage.path_of(self.directory, epoch, batch)

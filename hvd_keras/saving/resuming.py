@@ -134,13 +134,15 @@ def kept_of(attributes: dict[str, Any], process_set: ProcessSet) -> list[Kept]:
 
 def set_attribute(attributes: dict[str, Any], path: str, value: Any) -> None:
     """Give a variable that Keras does not list its value again; warn if it does not exist."""
-    name = path.removeprefix(ATTRIBUTE)
-    if (own := attributes.get(name)) is not None and own.shape.is_compatible_with(value.shape):
-        own.assign(value)
-        return
-    why = "does not exist yet" if own is None else f"has shape {own.shape}, but {value.shape} there"
+    name, why = path.removeprefix(ATTRIBUTE), "does not exist yet"
+    if (own := attributes.get(name)) is not None:
+        try:
+            own.assign(value)
+            return
+        except ValueError:
+            why = f"has shape {own.shape}, but {value.shape} there"
     warnings.warn(
-        f"Checkpoint does not restore {name}: this tf.Variable {why}. Make it by "
+        f"Checkpoint does not restore {name}: this variable {why}. Make it by "
         "self.add_weight(..., trainable=False).",
         stacklevel=4,
     )
@@ -197,6 +199,30 @@ def _plain(value: Any) -> Any:
         is_text = any(isinstance(one, str) for one in value)
         return {"words": value} if is_text else [len(value)]
     return value if value is None or isinstance(value, int) else float(value)
+
+
+def tell_what_is_read_again(fit: "Fit", save_freq: str | int) -> None:
+    """Warn, on the first rank, if a restart reads data that the model has seen."""
+    is_sought = fit.seekable is not None and not any(one.source.reads for one in fit.passes)
+    is_within = save_freq != "epoch" or any(one.goes_on for one in fit.passes)
+    if fit.process_set.rank() or is_sought or not (fit.begins_anew or is_within):
+        return
+    log.logger.warning(
+        "Checkpoint: a restart %s. Data of hvd.data.shard begin anywhere if made of arrays, a "
+        "PyDataset or hvd.data.files. With save_freq='epoch' and whole passes as epochs "
+        "nothing is read twice.",
+        "will begin the data anew: its passes end within the epochs of fit"
+        if fit.begins_anew
+        else "within a pass over the data will read what is before that again, without "
+        "training on it",
+    )
+
+
+def compared_by(fit: "Fit") -> set[int]:
+    """Return the ids of the weights that are equal on all ranks, or ``fit`` says that not."""
+    if fit.values is None or fit.values.reported:
+        return set()
+    return {*map(id, fit.values.variables)} & {*map(id, fit.model.trainable_variables)}
 
 
 class Resuming:

@@ -1,16 +1,28 @@
 """Lists, averages and scales the variables of a training, on every backend of Keras."""
 
+import collections
+import contextlib
 import importlib
+import inspect
 import random
+import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from hvd_keras.gradients import model_ranks, shards, specs
-from hvd_keras.runtime import agree
-from hvd_keras.runtime.keras import Variable, flatten, innermost, is_legacy, keras, require
+from hvd_keras.runtime import agree, log
+from hvd_keras.runtime.keras import (
+    Variable,
+    flatten,
+    innermost,
+    is_legacy,
+    keras,
+    optimizer_classes,
+    require,
+)
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.runtime.reductions import Adasum, Average, Max, Min
 
@@ -40,25 +52,89 @@ def training_variables(model: Any, builds: bool = True) -> list[Any]:
     return list({shards.variable_id(v): v for v in found}.values())
 
 
-def unlisted(layers: Iterable[Any]) -> dict[str, Any]:
-    """Return the ``tf.Variable`` attributes of layers, which Keras 3 does not list.
+def unlisted(layers: Iterable[Any], generators: bool = False) -> dict[str, Any]:
+    """Return the variables that are attributes in a model and that Keras 3 does not list.
 
-    By names that are the same on all ranks.
+    By names that are the same on all ranks. They may be in containers, in objects, and in what a
+    function takes from outside, such as a loss.
+
+    Args:
+        layers: of the model, which is the first.
+        generators: whether the states of Keras's random generators count.
     """
+    if is_legacy:
+        return {}
+    layers = list(layers)
+    own = training_variables(layers[0], builds=False)
+    own += [v for metric in getattr(layers[0], "metrics", ()) for v in metric.variables]
+    seen = {*map(id, layers), *map(shards.variable_id, own)}
     found: dict[str, Any] = {}
-    for layer in () if is_legacy else layers:
-        for name, value in vars(layer).items():
-            every = value.values() if isinstance(value, dict) else value
-            few = isinstance(value, (list, tuple, dict)) and len(value) < 100
-            few &= not name.startswith("_self_")  # TensorFlow's own lists
-            for number, one in enumerate(every if few else [value]):
-                is_variable = hasattr(one, "handle") and hasattr(one, "assign")
-                if is_variable and not isinstance(one, Variable):
-                    at = f"[{number}]" if few else ""
-                    key = specs.common_path(layer.path or layer.name) + f".{name}{at}"
-                    same = sum(other.partition(", ")[0] == key for other in found)
-                    found[f"{key}, {same + 1}" if same else key] = one
+    counted: collections.Counter[str] = collections.Counter()
+    # The shortest name comes first: others may not exist yet after a restart.
+    left = collections.deque(
+        (specs.common_path(layer.path or layer.name) + name, value)
+        for layer in layers
+        for name, value in _named(vars(layer))
+    )
+    while left:
+        name, value = left.popleft()
+        number = shards.variable_id(value)
+        if number in seen:
+            continue
+        seen.add(number)
+        if isinstance(value, Variable) or (hasattr(value, "handle") and hasattr(value, "assign")):
+            counted[name] += 1
+            found[f"{name}, {counted[name]}" if counted[name] > 1 else name] = value
+        else:
+            left += [(name + part, one) for part, one in _within(value, generators)]
     return found
+
+
+# Whose objects have no variables that Keras does not list, but for the classes that follow.
+_FRAMEWORKS = {"hvd_keras", "keras", "numpy", "tensorflow", "torch"}
+_HOLDERS = {"ExponentialMovingAverage", "Module"}
+
+
+def _within(value: Any, generators: bool) -> Iterable[tuple[str, Any]]:
+    """Return what may be or have a variable in an object, with the rest of its name."""
+    if isinstance(value, (list, tuple, Mapping)):
+        parts = list(value.values() if isinstance(value, Mapping) else value)
+        if len(parts) > 99 and isinstance(parts[0], (str, int, float)):  # a vocabulary
+            return []
+        return [(f"[{number}]", one) for number, one in enumerate(parts)]
+    kinds = type, types.ModuleType, keras.layers.Layer, keras.metrics.Metric
+    home = str(getattr(value, "__module__", "")).partition(".")[0]
+    is_holder = isinstance(value, optimizer_classes) or type(value).__name__ in _HOLDERS
+    is_holder |= generators and isinstance(value, keras.random.SeedGenerator)
+    if isinstance(value, kinds) or (home in _FRAMEWORKS and not is_holder):
+        return []
+    if isinstance(value, types.FunctionType):
+        with contextlib.suppress(ValueError):  # a variable outside has no value yet
+            outside = inspect.getclosurevars(value)
+            return _named({**outside.nonlocals, **outside.globals})
+    return _named(getattr(value, "__dict__", {}))
+
+
+def _named(attributes: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    # TensorFlow has lists of its own.
+    return [(f".{n}", value) for n, value in attributes.items() if not n.startswith("_self_")]
+
+
+def tell_unsaved(model: Any, saved: list[Any], process_set: ProcessSet) -> None:
+    """Warn, on the first rank, of variables that the traced step uses and a checkpoint lacks."""
+    # Keras's function of an iterator calls traced ones.
+    cells = getattr(getattr(model, "train_function", None), "__closure__", None) or ()
+    lists = [getattr(c.cell_contents, "_list_all_concrete_functions", list) for c in cells]
+    used = [v for traces in lists for trace in traces() for v in trace.graph.variables]
+    own = [*saved, *(v for metric in model.metrics for v in metric.variables)]
+    known = {shards.variable_id(v) for v in own + global_seed_states()}
+    names = sorted({v.name for v in used if shards.variable_id(v) not in known})
+    if names and process_set.rank() == 0:
+        log.warn_once(
+            f"Checkpoint does not save {', '.join(names[:5])}{' …' * (len(names) > 5)}, which the "
+            "training step uses. If training changes it, keep it in an attribute of the model, a "
+            "layer, the loss or the optimizer."
+        )
 
 
 def updated_by(model: Any) -> list[list[int] | None]:

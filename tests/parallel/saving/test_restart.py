@@ -31,16 +31,32 @@ def directory(directory):
 
 
 class Anneals(keras.layers.Layer):
-    """Counts its calls in a variable that Keras does not list."""
+    """Counts its calls in variables that Keras does not list."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls = tf.Variable(0.0, trainable=False)
+        self.module = [[tf.Module()]]
+        self.module[0][0].calls = tf.Variable(0.0, trainable=False)
 
     def call(self, x, training: bool = False):
         if training:
             self.calls.assign_add(0.1)
-        return x / (1.0 + self.calls)
+            self.module[0][0].calls.assign_add(0.1)
+        return x / (1.0 + self.calls + self.module[0][0].calls)
+
+
+def noisy_loss() -> Any:
+    """A function whose state is outside of it."""
+    calls = keras.Variable(0.0, trainable=False)
+    generator = keras.random.SeedGenerator(7)
+
+    def loss(labels, outputs):
+        calls.assign_add(0.1)
+        noise = keras.random.normal(tf.shape(outputs), seed=generator)
+        return tf.reduce_mean((outputs + calls * noise - labels) ** 2, -1)
+
+    return loss
 
 
 def build(make_optimizer, run_eagerly: bool = True, **arguments) -> keras.Model:
@@ -60,7 +76,8 @@ def build(make_optimizer, run_eagerly: bool = True, **arguments) -> keras.Model:
         ]
     )
     training.set_weights(model, seed=RANK)
-    training.compiled(model, make_optimizer(), run_eagerly=run_eagerly, **arguments)
+    arguments = {"loss": noisy_loss(), "run_eagerly": run_eagerly, **arguments}
+    training.compiled(model, make_optimizer(), **arguments)
     return model
 
 
@@ -222,10 +239,12 @@ def test_fits_that_were_complete_leave_what_follows_them_as_it_was(directory, mo
     assert_same_state(again, undisturbed)
 
 
-def test_the_generator_of_keras_random_goes_on(directory) -> None:
+def test_the_generator_of_keras_random_goes_on(directory, warned) -> None:
+    level = tf.Variable(RANK + 1.0, trainable=False, name="level")
+
     class Noise(keras.layers.Layer):
         def call(self, x, training=False):
-            return x + keras.random.normal(keras.ops.shape(x)) if training else x
+            return x + level * keras.random.normal(keras.ops.shape(x)) if training else x
 
     def trained(epochs: int, *callbacks) -> keras.Model:
         keras.utils.set_random_seed(1)
@@ -237,6 +256,8 @@ def test_the_generator_of_keras_random_goes_on(directory) -> None:
     undisturbed = trained(2, None)
     trained(1, hvd.callbacks.Checkpoint(directory))
     assert_same_state(trained(2, hvd.callbacks.Checkpoint(directory)), undisturbed)
+    told = {text for text in warned if "does not save level:0, which the training step" in text}
+    assert len(told) == (RANK == 0)
 
 
 def test_attributes_that_ranks_do_not_have_alike_are_left_out(directory, warned) -> None:

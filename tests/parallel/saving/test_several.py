@@ -379,3 +379,20 @@ def test_metrics_of_an_interrupted_epoch_on_fewer_ranks(metric, directory) -> No
         rest = y[SIZE * BATCH :]
         assert logs["mae" if is_sum else "highest"] == [y.mean() if is_sum else rest.max()]
     hvd.remove_process_set(fewer)
+
+
+def test_an_attribute_that_differs_by_rank_does_not_go_on_on_fewer_ranks(directory) -> None:
+    fewer = hvd.add_process_set([0])
+
+    def run(of, epochs: int) -> None:
+        model = dense()
+        model.layers[0].seen = [[tf.Variable(float(RANK), trainable=False)]]
+        model.compile(hvd.DistributedOptimizer(SGD(0.1), process_set=of), "mse")
+        saved = hvd.callbacks.Checkpoint(directory, process_set=of)
+        model.fit(*mine(), epochs=epochs, verbose=0, callbacks=[saved])
+
+    run(hvd.global_process_set, 1)
+    if RANK == 0:
+        with pytest.raises(ValueError, match=rf"seen\[0\]\[0\] differs between the {SIZE} ranks"):
+            run(fewer, 2)
+    hvd.remove_process_set(fewer)
