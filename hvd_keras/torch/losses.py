@@ -69,6 +69,7 @@ def weighed(
             stack.enter_context(agree.within(_weighing, own))  # callbacks compute this rank's
             return one_step(*args, **kwargs)
 
+    step._hvd_alone = one_step  # type: ignore[attr-defined]  # for ``overrides``
     return replaced(model, method, step)
 
 
@@ -242,7 +243,9 @@ def _weigh(
             "PyTorch. Use sum_over_batch_size or sum."
         )
     if reduction == "sum" and not own.counts_rows():
-        return value * size if own.averages and own.is_exact() else value
+        # As a tensor: ``trials`` takes Python numbers for the script's.
+        factor = torch.tensor(size, dtype=value.dtype)
+        return value * factor if own.averages and own.is_exact() else value
     has_rows = values is not None and values.dim()
     weights = divisors(loss, values, y_pred, sample_weight) if has_rows else []
     weights = [] if reduction == "sum" else weights
@@ -257,7 +260,7 @@ def _weigh(
     logged, weighed = of_entries / of_rows, of_entries * size
     if own.validates or logged == weighed:
         return value * logged
-    return value.detach() * (logged - weighed) + value * weighed
+    return value.detach() * (logged - weighed) + value * torch.tensor(weighed, dtype=value.dtype)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -5,6 +5,8 @@ would see that, is not: only whether it sums rows, by the graph of the loss that
 """
 
 import contextlib
+import functools
+import math
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +20,7 @@ from hvd_keras.runtime import agree, log
 from hvd_keras.runtime.keras import replaced
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.training import halves, variables
+from hvd_keras.training.fit_state import may_be_number_of_rows
 
 
 @contextlib.contextmanager
@@ -29,13 +32,22 @@ def checked(model: Any, data: Any, process_set: ProcessSet) -> Iterator[None]:
         return
     seen.add(process_set.id())
     found, name, has_others = halves.begin(model)
+    rows = [one for one in keras.tree.flatten(data) if torch.is_tensor(one) and one.dim()]
+    counts, backward = set(map(len, rows)) - {1}, torch.autograd.backward
+    passes = functools.partial(_passes, counts, process_set.size())
+
+    def watch(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [tensors] if torch.is_tensor(tensors) else tensors
+        found.kind = "sum" if any(_sums(one, counts, passes) for one in given) else found.kind
+        return backward(tensors, *args, **kwargs)
+
     if name == "train_step":
-        with replaced(torch.autograd, "backward", _watching(found, torch.autograd.backward, data)):
+        with replaced(torch.autograd, "backward", watch):
             yield
     elif name or has_others:
         try:
             with halves.trying(found, model), _undone(model) as undo:
-                found.kind = _kind(found, model, data, undo)
+                found.kind = _kind(found, model, data, counts, passes, undo)
         except Exception as error:  # other ranks have the same, or wait for what it is
             log.logger.debug("%s cannot be tried on parts of a batch: %r", found.subject, error)
     kinds = agree.gather_json("kind of a step", found.kind, process_set)
@@ -46,39 +58,47 @@ def checked(model: Any, data: Any, process_set: ProcessSet) -> Iterator[None]:
         yield
 
 
-def _watching(found: halves.Trial, backward: Callable[..., Any], data: Any) -> Callable[..., Any]:
-    """``torch.autograd.backward``, which looks for sums of the rows of some data."""
-    counts = {len(one) for one in keras.tree.flatten(data) if torch.is_tensor(one) and one.dim()}
-
-    def watch(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        for one in [tensors] if torch.is_tensor(tensors) else tensors:
-            if _sums(one, counts - {1}):
-                found.kind = "sum"
-        return backward(tensors, *args, **kwargs)
-
-    return watch
-
-
-# What passes on a loss, neither multiplied nor divided.
+# What passes on a loss, and what scales it.
 _PASSING = ("Add", "Sub", "Neg", "ToCopy", "View", "Clone", "Squeeze", "Unsafe")
+_SCALING = ("Div", "Mul")
 _SUM = 2  # a reduction of torch's functions
 
 
-def _reached(node: Any, passing: tuple[str, ...]) -> Iterator[tuple[Any, str]]:
-    """Yield a node of a graph and those behind it, with names, through nodes of these names."""
+def _reached(node: Any, passes: Callable[[Any, str], bool]) -> Iterator[tuple[Any, str]]:
+    """Yield a node of a graph and those behind it, with names, through nodes that pass."""
     waiting = [node]
     while waiting:
         if (node := waiting.pop()) is None:
             continue
         name = type(node).__name__
         yield node, name
-        if name.startswith(passing):
+        if passes(node, name):
             waiting += [following for following, _ in node.next_functions]
 
 
-def _sums(loss: Any, counts: set[int]) -> bool:
-    """Whether a loss contains a sum over one of so many rows, as it is."""
-    for node, name in _reached(loss.grad_fn, _PASSING):
+def _passes(counts: set[int], ranks: int, node: Any, name: str) -> bool:
+    """Whether a node passes on a loss, perhaps divided by what is no number of a rank's rows."""
+    if not name.startswith(_SCALING):
+        return name.startswith(_PASSING)
+    number = _divisor(node, name)
+    return number is not None and not any(may_be_number_of_rows(ranks, number, n) for n in counts)
+
+
+def _divisor(node: Any, name: str) -> float | None:
+    """The Python number by which a node divides; None: it divides by a tensor, perhaps of rows."""
+    other = getattr(node, "_saved_other", None)
+    if other is None or other.dim() or other.dtype not in (torch.float64, torch.int64):
+        return None
+    # A tensor would decide the dtype of a result; a number does not.
+    small = torch.float16 if other.is_floating_point() else torch.int8
+    if torch.result_type(torch.ones((), dtype=small), other) is not small:
+        return None
+    return round(float(other) if name.startswith("Div") else 1 / (float(other) or math.inf), 6)
+
+
+def _sums(loss: Any, counts: set[int], passes: Callable[[Any, str], bool]) -> bool:
+    """Whether a loss contains a sum over one of so many rows, not divided by their number."""
+    for node, name in _reached(loss.grad_fn, passes):
         sizes: Any = getattr(node, "_saved_self_sym_sizes", ()) if name == "SumBackward0" else ()
         is_of_rows = bool(sizes) and int(sizes[0]) in counts and not _is_of_weights(node)
         if is_of_rows or getattr(node, "_saved_reduction", 0) == _SUM:
@@ -89,19 +109,16 @@ def _sums(loss: Any, counts: set[int]) -> bool:
 def _is_of_weights(node: Any) -> bool:
     """Whether a number is made of weights alone, element by element, as regularizers are."""
     elementwise = ("Sum", "Pow", "Mul", "Abs", "View", "ToCopy", "AccumulateGrad")
-    return all(name.startswith(elementwise) for _, name in _reached(node, elementwise))
+    every = _reached(node, lambda _, name: name.startswith(elementwise))
+    return all(name.startswith(elementwise) for _, name in every)
 
 
-def _is_scaled(loss: Any) -> bool:
-    """Whether a sum in a loss may be divided by this rank's number of rows."""
-    return any(name.startswith(("Div", "Mul")) for _, name in _reached(loss.grad_fn, _PASSING))
-
-
-def _kind(found: halves.Trial, model: Any, data: Any, undo: Callable[[], None]) -> str:
-    tensors = [one for one in keras.tree.flatten(data) if torch.is_tensor(one) and one.dim()]
-    counts = {len(one) for one in tensors}
-    if len(counts) != 1 or (half := min(counts) // 2) == 0:
+def _kind(
+    found: halves.Trial, model: Any, data: Any, counts: set[int], passes: Any, undo: Any
+) -> str:
+    if len(counts) != 1:
         return ""
+    half = min(counts) // 2
     one, other = np.arange(half), np.arange(half, 2 * half)
 
     def loss_of(*parts: Any) -> float:
@@ -125,7 +142,11 @@ def _kind(found: halves.Trial, model: Any, data: Any, undo: Callable[[], None]) 
         return ""
     dtypes = {str(layer.compute_dtype) for layer in model._flatten_layers()}
     tolerance = 0.02 if any("16" in dtype for dtype in dtypes) else halves.TOLERANCE
-    may_be_mean = found.adds_up or any(map(_is_scaled, losses))
+    may_be_mean = found.adds_up or any(
+        name.startswith(_SCALING) and not passes(node, name)
+        for loss in losses
+        for node, name in _reached(loss.grad_fn, passes)
+    )
     return halves.kind_of_losses(values, alone, tolerance, may_be_mean)
 
 

@@ -208,15 +208,14 @@ def step() -> int:
 FEW = 4
 
 
-def may_be_number_of_rows(ranks: int, number: float) -> bool:
+def may_be_number_of_rows(ranks: int, number: float, rows: int | None = None) -> bool:
     """Whether a number may be that of a rank's rows in the step that runs, times something.
 
-    The number of rows of all ranks does not count.
+    The number of rows of all ranks does not count. ``rows``: of this rank, if the caller knows it.
     """
     own = current.get()
-    if own is None or own.rows is None:
-        return True
-    return number % own.rows == 0 and not (number == own.rows * ranks > FEW)
+    rows = rows or (own.rows if own is not None else None)
+    return rows is None or (number % rows == 0 and not (number == rows * ranks > FEW))
 
 
 def check_built(model: Any) -> None:

@@ -239,6 +239,7 @@ def test_steps_and_layers_that_combine_or_add_up_rows_are_told(hvdrun) -> None:
                 return {
                     "first row": lambda: x - x[:1],
                     "loss of sum": lambda: self.add_loss(torch.sum(x**2)) or x,
+                    "loss of part": lambda: self.add_loss(torch.sum(x**2) / 1000) or x,
                     "loss of mean": lambda: self.add_loss(torch.mean(x**2)) or x,
                     "layer that gathers": lambda: x - hvd.allreduce(torch.mean(x, 0)),
                 }.get(kind, lambda: x)()
@@ -248,7 +249,8 @@ def test_steps_and_layers_that_combine_or_add_up_rows_are_told(hvdrun) -> None:
             def train_step(self, data):
                 x, y = data
                 self.zero_grad()
-                wrong = torch.mean((self(x, training=True) - y) ** 2, 1)
+                output = self(x, training=True)
+                wrong = torch.mean((output - y) ** 2, 1)
                 self.seen += 1
                 loss = {
                     "step of sum": lambda: wrong.sum() + wrong.mean(),
@@ -256,7 +258,11 @@ def test_steps_and_layers_that_combine_or_add_up_rows_are_told(hvdrun) -> None:
                         self(x), y, reduction="sum"
                     ),
                     "step of mean": lambda: wrong.mean() + (self.weights[0] ** 2).sum(),
-                    "step of quotient": lambda: wrong.sum() / 4,
+                    "step of quotient": lambda: 0.3 * wrong.sum() / 4,
+                    "step of part": lambda: 0.3 * wrong.sum(),
+                    "step of all": lambda: wrong.sum() / 8,
+                    "step of mask": lambda: wrong.sum() / (wrong > 0).sum(),
+                    "step of Keras": lambda: self.compute_loss(x, y, output),
                 }[kind]()
                 loss.backward()
                 with torch.no_grad():
@@ -269,7 +275,10 @@ def test_steps_and_layers_that_combine_or_add_up_rows_are_told(hvdrun) -> None:
             hidden = keras.layers.Dropout(0.5)(keras.layers.Dense(3)(layer(inputs)))
             made = Own if kind.startswith("step") else keras.Model
             model = made(inputs, keras.layers.BatchNormalization()(hidden))
-            model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+            loss = keras.losses.MeanSquaredError(
+                "sum" if kind == "step of Keras" else "sum_over_batch_size"
+            )
+            model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss)
             try:
                 broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
                 # Not all ranks can try it.
@@ -283,8 +292,10 @@ def test_steps_and_layers_that_combine_or_add_up_rows_are_told(hvdrun) -> None:
                 assert calls == getattr(model, "seen", 4) == 4
     """
     told = {"first row": "mixes"}
-    told |= dict.fromkeys(("loss of sum", "step of sum", "step of torch"), "sums")
+    summed = "loss of sum", "loss of part", "step of sum", "step of torch"
+    told |= dict.fromkeys((*summed, "step of part", "step of all"), "sums")
     kinds = [*told, "loss of mean", "layer that gathers", "step of mean", "step of quotient"]
+    kinds += ["step of mask", "step of Keras"]
     hvdrun.environment["HVD_STRICT"] = "1"
     lines = run(hvdrun, 2, script.replace("KINDS", str(kinds))).splitlines()
     for rank in "01":

@@ -80,7 +80,7 @@ def test_the_launcher_does_not_know_what_uses_it() -> None:
 
 def test_what_depends_on_the_backend_is_in_one_room() -> None:
     room = list((ROOT / "hvd_keras" / "torch").rglob("*.py"))
-    assert sum(len(path.read_text().splitlines()) for path in room) <= 1870
+    assert sum(len(path.read_text().splitlines()) for path in room) <= 1890
     asks = re.compile(r"keras_backend\(\)|backend\.backend\(\)|KERAS_BACKEND")
     asking = {
         str(path.relative_to(ROOT / "hvd_keras"))
