@@ -130,7 +130,8 @@ def test_each_row_once_in_each_epoch(kind: str, kills: int, directory: pathlib.P
         rows = source(kind, directory)  # with the shuffle of a new process
         # The steps that an epoch of repeated data lacks are those of as many ranks.
         ranks = sets[0 if "repeated" in kind else life // 2 % 3]
-        kill = generator.randint(1, 7) if life < kills else None
+        # Soon enough that some epochs are interrupted twice.
+        kill = generator.randint(3, 5) if life < kills else None
         mine = live(rows, directory, ranks, epochs, kill, kind) if ranks.included() else []
         for epoch, numbers in itertools.chain(*agree.gather_json("kills", mine)):
             seen[epoch] += numbers
