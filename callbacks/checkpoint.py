@@ -107,6 +107,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         self._rates: weakref.WeakKeyDictionary[Any, float | None] = weakref.WeakKeyDictionary()
         self._fits: list[int] = []  # the epochs of each fit with this instance that has ended
         self._rows: int | None = None  # of a step of all ranks, if that is known
+        self._preprocessing: list[list[str]] = []
         self._ended: list[Any] = []  # where each was in its data then
         self._random: list[Any] = []  # the states of generators then
         self._passes: Sequence[Passes] = ()  # of this fit's data
@@ -144,6 +145,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         others = fit.backend.passes_of(fit.arguments["validation_data"])
         self._validation = [one for one in others if not any(one is own for own in fit.passes)]
         self._rows = resuming.rows_of_step(fit)
+        self._preprocessing = preprocessing.digests(self.model._flatten_layers())
         resuming.tell_what_is_read_again(fit, self.save_freq)
         if found is None:
             return
@@ -379,6 +381,9 @@ class Checkpoint(Callback):  # type: ignore[misc]
         self, found: per_rank.Found, own: list[Any], same_ranks: bool
     ) -> None:
         differences = per_rank.differences(found.stored, found.metadata, own)
+        if self._hvd_process_set.rank() == 0:  # whose layers are in the file
+            then = found.metadata.get("preprocessing", self._preprocessing)
+            differences += preprocessing.differences(then, self._preprocessing)
         if not same_ranks:
             layers = list(self.model._flatten_layers())
             divisible = [*variables.seed_states(layers), *variables.moving_statistics(layers)]
@@ -437,6 +442,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             "batch": batch,
             "ranks": process_set.size(),
             "rows": self._rows,
+            "preprocessing": self._preprocessing,
             "updated": variables.updated_by(self.model),
             "rates": [self._rates.get(optimizer) for optimizer in self._optimizers()],
             "fits": [*self._fits, int(self.params["epochs"])],

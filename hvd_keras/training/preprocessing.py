@@ -6,6 +6,7 @@ that differs by rank.
 """
 
 import hashlib
+import itertools
 import zlib
 from collections.abc import Iterable
 from typing import Any
@@ -100,6 +101,24 @@ def check_equal_on_all_ranks(
             lines.append(f"{kind} '{layer}', {part}: {agree.by_rank(views, process_set)}")
     if lines:
         raise ValueError("\n  ".join([f"{_BEGIN}:", *lines, _advice(root_rank)]))
+
+
+def digests(layers: Iterable[Any]) -> list[list[str]]:
+    """Return name, part and digest of all state of layers that is not in variables, for files."""
+    in_variables = "IDF weights", _LEARNT
+    parts = ((layer.name, *part) for layer in _flat(layers) for part in _state(layer))
+    return [[name, p, _digest(value)] for name, p, value in parts if p not in in_variables]
+
+
+def differences(stored: list[list[str]], own: list[list[str]]) -> list[str]:
+    """Tell how ``digests`` differ from those of a checkpoint; names may."""
+    pairs = itertools.zip_longest(stored, own, fillvalue=["no layer", "state", ""])
+    return [
+        f"the {theirs[1]} of {theirs[0]!r} in the checkpoint differs from the {mine[1]} of "
+        f"{mine[0]!r} in the model"
+        for theirs, mine in pairs
+        if theirs[1:] != mine[1:]
+    ]
 
 
 def broadcast_preprocessing(

@@ -211,3 +211,22 @@ def test_a_restart_derives_the_constants_of_normalization(directory) -> None:
     normalization, model = run(2, adapt=False)
     assert np.asarray(normalization.mean) == pytest.approx(98.75)
     assert np.abs(model.get_weights()[-2]).max() < 10
+
+
+def test_a_restart_with_words_in_another_order_is_refused(directory) -> None:
+    def run(epochs, words):
+        lookup = keras.layers.StringLookup()
+        if RANK == 0:
+            lookup.set_vocabulary(words)
+        hvd.broadcast_preprocessing(lookup)
+        layers = [lookup, keras.layers.Embedding(3, 2), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((), dtype="string"), *layers])
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", run_eagerly=True)
+        x, y = tf.constant(["a", "b"]), np.array([[RANK], [1.0]])
+        callbacks = [BROADCAST(0), hvd.callbacks.Checkpoint(directory)]
+        model.fit(x, y, epochs=epochs, verbose=0, callbacks=callbacks)
+
+    run(1, ["a", "b"])
+    run(2, ["a", "b"])
+    with pytest.raises(ValueError, match=r"vocabulary of 'string_lookup.*in the model"):
+        run(3, ["b", "a"])
