@@ -61,7 +61,8 @@ class Checkpoint(Callback):  # type: ignore[misc]
         ValueError: an argument is impossible, or tf_keras is in use. In ``fit``, on every rank: the
             model has no variables and its step cannot be traced to create them; the checkpoint
             belongs to another model; or the ranks' arguments differ.
-        RuntimeError: (in ``fit``, on every rank) all existing checkpoints are damaged.
+        RuntimeError: (in ``fit``, on every rank) all existing checkpoints are damaged, or another
+            rank has a newer one on its host's disk than the first.
         OSError: (in ``fit``, on every rank, at the next save or the end at the latest) a checkpoint
             cannot be written, for example because the disk is full. Earlier ones remain.
 

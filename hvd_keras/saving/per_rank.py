@@ -5,6 +5,7 @@ Values are in the checkpoint. Parts of tables and of optimizers have files, one 
 number, is written when all of them are on disk, and names them: until then they count for nothing.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -12,6 +13,7 @@ import pathlib
 import random
 import re
 import secrets
+import socket
 import warnings
 from collections.abc import Callable, Container, Sequence
 from typing import Any
@@ -99,8 +101,10 @@ def find(
     ``restore``: False abandons the checkpoints that exist.
 
     Raises:
-        RuntimeError: (on every rank) all are damaged.
+        RuntimeError: (on every rank) all are damaged, or another rank has a newer one.
     """
+    if restore:
+        _refuse_newer_ones(directory, process_set)
     damaged: dict[str, str] = {}  # what is wrong, by path
     while True:
         # Of values only the first rank's copy is read; the others need what describes them.
@@ -130,6 +134,23 @@ def find(
     more = [described for described in stored if described[0].startswith(kinds)]
     own = stored[: len(stored) - len(more)]
     return Found(path, metadata, own, more, content), training
+
+
+def _refuse_newer_ones(directory: pathlib.Path, process_set: ProcessSet) -> None:
+    """Refuse to begin if the newest checkpoint is on another host's disk than the first rank's."""
+    found: list[pathlib.Path] = []
+    with contextlib.suppress(OSError):  # which only the first rank needs
+        found = storage.files(directory)
+    mine = [found[0].name if found else "", socket.gethostname()]
+    gathered = agree.gather_json("newest checkpoint", mine, process_set)
+    (name, host), of_leader = max(gathered, key=lambda one: one[0]), gathered[0]
+    if name > of_leader[0]:
+        raise RuntimeError(
+            f"Checkpoint: rank {process_set.ranks[gathered.index([name, host])]} on {host} has "
+            f"{name} in {directory}, but rank {process_set.ranks[0]}, which reads, is on "
+            f"{of_leader[1]} and has {of_leader[0] or 'none'}. Use a folder that all hosts share, "
+            "or copy the checkpoints there. To train from scratch, pass restore=False."
+        )
 
 
 def _read(directory: pathlib.Path, restore: bool, damaged: dict[str, str]) -> Any:

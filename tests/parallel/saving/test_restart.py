@@ -176,6 +176,11 @@ def test_a_restart_says_where_it_continues(directory, capfd) -> None:
         f"checkpoint-0000{EPOCHS}-0000000 is the end of epoch {EPOCHS}, and fit ends after epoch"
     )
     assert (f"hvd_keras: {place} {EPOCHS}" in capfd.readouterr().err) == (RANK == 0)
+    # As if rank 0 were on another host now, which has a disk of its own.
+    disk = directory if RANK else directory / "none"
+    text = rf"rank 1 on .* has checkpoint-0000{EPOCHS}-0000000.h5 in .* rank 0, .* has none"
+    with pytest.raises(RuntimeError, match=text):
+        train(build(adam), hvd.callbacks.Checkpoint(disk))
 
 
 @pytest.mark.slow
