@@ -38,10 +38,19 @@ def row_hashes(data: Any) -> list[int] | None:
         if not is_array(part) or len(part.shape) == 0:
             return None
         rows = int(part.shape[0])
-        head = np.asarray(part[:_ROWS])  # rows that are all equal, such as padding, say nothing
-        digest = agree.digest(head, digest)
-        differ |= bool((head != head[:1]).any())
+        for head in map(np.asarray, _heads(part)):
+            digest = agree.digest(head, digest)
+            differ |= bool((head != head[:1]).any())  # equal rows, such as padding, say nothing
     return [rows, digest] if differ else None
+
+
+def _heads(part: Any) -> list[Any]:
+    """The first rows of an array; of a sparse or ragged tensor, those of what it consists of."""
+    if hasattr(part, "tocsr"):  # SciPy's
+        return [part.tocsr()[:_ROWS].toarray()]
+    is_composite = hasattr(part, "dense_shape") or hasattr(part, "row_splits")
+    parts = flatten(part, expand_composites=True) if is_composite else [part]
+    return [one[:_ROWS] for one in parts]
 
 
 def check_rows(gathered: Sequence[Any], process_set: ProcessSet) -> None:

@@ -38,7 +38,7 @@ def _rows_of_batches(own: Fit, dataset: Any) -> int | None:
     rows: Any = rows_in_steps(dataset)
     x = tf.nest.flatten(own.arguments["x"])
     if rows is None and all(map(values.is_array, x)):
-        return min(own.arguments["batch_size"] or 32, len(x[0]))  # Keras's default
+        return min(own.arguments["batch_size"] or 32, int(x[0].shape[0]))  # Keras's default
     return int(rows[1] if isinstance(rows, list) else rows) if rows else None
 
 

@@ -375,7 +375,7 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
     # How many rows each of the steps has; None: that is unknown.
     sizes = None
     if is_arrays:
-        sizes = [len(flatten(x_and_y)[0]), batch_size]
+        sizes = [int(flatten(x_and_y)[0].shape[0]), batch_size]
     if counts and not is_arrays:
         sizes = own.backend.rows_in_steps(dataset)
     validates = given["validation_data"] is not None or given["validation_split"]

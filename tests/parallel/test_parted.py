@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pandas
 import pytest
+import scipy.sparse
 import tensorflow as tf
 
 import hvd_keras as hvd
@@ -323,25 +324,27 @@ def test_no_warning_about_legitimate_differences(told) -> None:
 
 
 def datasets(x, y):
+    rows = tf.data.Dataset.from_tensor_slices((x, y))
+    ragged = tf.data.Dataset.from_tensor_slices((tf.RaggedTensor.from_tensor(x), y))
     yield x, {"y": y, "batch_size": 4}
-    yield tf.data.Dataset.from_tensor_slices((x, y)).batch(4), {}
-    yield (
-        tf.data.Dataset.from_tensor_slices((x, y))
-        .map(lambda x, y: (x, y + tf.constant([0.0])))
-        .shuffle(64)
-        .batch(4),
-        {},
-    )
+    yield rows.map(lambda x, y: (x, y + tf.constant([0.0]))).shuffle(64).batch(4), {}
+    yield rows.batch(4), {}
+    yield ragged.map(lambda x, y: (tf.ensure_shape(x, [5]), y)).batch(4), {}
     yield Batches(x, y), {}
     yield Batches(x, y), {"shuffle": True}
     yield pandas.DataFrame(x), {"y": pandas.DataFrame(y), "batch_size": 4, "shuffle": True}
+    yield scipy.sparse.csr_matrix(x), {"y": y, "batch_size": 4}
+    yield tf.sparse.from_dense(x), {"y": y, "batch_size": 4}
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(
     "kind",
-    range(6),
-    ids=["arrays", "dataset", "shuffled", "PyDataset", "PyDataset, shuffled", "pandas"],
+    range(9),
+    ids=[
+        *("arrays", "shuffled", "dataset", "ragged dataset", "PyDataset", "PyDataset, shuffled"),
+        *("pandas", "SciPy", "sparse"),
+    ],
 )
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_all_ranks_train_on_the_same_rows(kind: int, at_once: int, told) -> None:

@@ -161,7 +161,7 @@ def _first(source: Any, count: int) -> list[Any]:
 def source_of(source: Any) -> tuple[list[Any], str] | None:
     """Return the arrays of whose rows a dataset is made, each once in each pass, and how.
 
-    None: that is unknown.
+    Of ragged and sparse tensors, return an array of the first rows' hashes. None: that is unknown.
     """
     functions = ""
     while (kind := kind_of(source)) != "TensorSlice":
@@ -179,7 +179,11 @@ def source_of(source: Any) -> tuple[list[Any], str] | None:
             return None
         (source,) = source._inputs()
     tensors = list(source._tensors)
-    return None if any(one.dtype == tf.variant for one in tensors) else (tensors, functions)
+    if any(one.dtype == tf.variant for one in tensors):  # ragged or sparse: hashes of rows
+        rows = [tf.nest.flatten(row, expand_composites=True) for row in source.take(_COMPARED)]
+        tensors = [np.array([reading.digest(row) for row in rows])]
+        functions += f"{int(source.cardinality())}"
+    return tensors, functions
 
 
 def _is_small(tensor: Any) -> bool:
