@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -44,9 +45,9 @@ def save_model(
     ``combiner``, and in ``hvd.layers.Embeddings``, it stays what it is, and loading needs
     ``import hvd_keras`` and ``init()``. ``hvd.load_model`` divides the tables again.
 
-    An optimizer with ``shard_state=True`` is saved, as a plain one with the whole state, unless
-    tables are divided, too. Other optimizers are not saved: to continue training, use
-    ``hvd.callbacks.Checkpoint``.
+    Optimizers with ``shard_state=True``, also in attributes, are saved as plain ones with the whole
+    state, unless tables are divided, too. Without one, no optimizer is saved: to continue training,
+    use ``hvd.callbacks.Checkpoint``.
 
     Args:
         model: built, and equal on all ranks but for the tables and the optimizer.
@@ -67,10 +68,12 @@ def save_model(
     process_sets.check(process_set, "save_model")
     divided = _divided(model)
     tables = [_table(id(layer), layer.embeddings) for layer in divided]
-    with_optimizer = not divided and model_ranks.is_sharded(getattr(model, "optimizer", None))
+    every = model_ranks.optimizers_of(model, within=True)
+    variables = [v for one in every if model_ranks.is_sharded(one) for v in one.variables]
+    with_optimizer = bool(variables) and not divided
     if with_optimizer:
-        slots = [v for v in model.optimizer.variables if shards.of(v) is not None]
-        tables = [_table(shards.variable_id(slot), slot) for slot in slots]
+        slots = {shards.variable_id(v): v for v in variables if shards.of(v) is not None}
+        tables = list(itertools.starmap(_table, slots.items()))
     # All ranks go through these once, in one order: each block is a collective.
     streams = [table.blocks for table in tables]
 
@@ -263,7 +266,7 @@ def _write(
     if not with_optimizer:
         config = _rewritten({**config, "compile_config": None}, _as_plain)
         metadata["hvd_keras"] = {"divided": len(divided)}
-        visited = {id(getattr(model, "optimizer", None))}
+        visited = {*map(id, model_ranks.optimizers_of(model, within=True))}
     weights = path.with_name(_WEIGHTS)
     # In its place each table writes two numbers: one that occurs nowhere else, and its own.
     token = secrets.randbits(62)

@@ -1,7 +1,9 @@
 """Checkpoints and saved models of optimizers whose state is in shares."""
 
+import zipfile
 from typing import Any
 
+import h5py
 import keras
 import pytest
 
@@ -84,7 +86,13 @@ def test_a_saved_model_has_a_plain_optimizer_with_its_whole_state(directory) -> 
     train(model, None, epochs=1)
     state = state_of(model)
     path = directory / "model.keras"
+    model.second = hvd.DistributedOptimizer(keras.optimizers.SGD(momentum=0.9), shard_state=True)
+    model.second.build(model.trainable_variables)  # as one of a GAN's
     hvd.save_model(model, path)
+    with zipfile.ZipFile(path) as archive, archive.open("model.weights.h5") as file:
+        slots = h5py.File(file)["second/vars"]
+        shapes = [slots[str(i)].shape for i in range(2, len(slots))]
+    assert shapes == [tuple(v.shape) for v in model.trainable_variables]
     with pytest.raises(ValueError, match=r"has a share of the state .*Use hvd.save_model"):
         model.save(directory / f"{RANK}.keras")
     with pytest.raises((ValueError, RuntimeError), match=r"Use hvd.save_model"):
