@@ -119,8 +119,8 @@ def refuse(callbacks: Sequence[Any], model: Any, process_set: ProcessSet) -> Non
                 ", which writes on one rank and restores all."
             )
         orbax = getattr(keras.callbacks, "OrbaxCheckpoint", ())
-        parts = [*model.variables, *getattr(model.optimizer, "variables", ())]
-        if isinstance(callback, orbax) and any(map(shards.of, parts)):
+        slots = getattr(model.optimizer, "variables", ())  # in older optimizers a method
+        if isinstance(callback, orbax) and any(map(shards.of, [*model.variables, *slots])):
             raise ValueError(
                 "keras.callbacks.OrbaxCheckpoint would save this rank's parts of tables and of the "
                 "optimizer's state. Use hvd.callbacks.Checkpoint, which saves those of all ranks."
