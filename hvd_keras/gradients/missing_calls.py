@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import json
 import math
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -150,12 +151,14 @@ of_tapes: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 def note_tape(sources: Sequence[Any], gradients: Iterable[Any]) -> None:
     """Note what a tape returns, and in which graph; in eager code, what was exchanged by then."""
+    global _of_arrays
     for one in gradients:
         for part in (one, getattr(one, "values", None)):
             if part is not None and hasattr(part, "graph"):
                 of_tapes.setdefault(part.graph, set()).add(part.name)
     variables = [one for one in sources if hasattr(one, "assign")]
     if variables and rank_info.is_initialized() and rank_info.size() > 1:
+        _of_arrays |= any(tuple(variable.shape) for variable in variables)
         if not (_updates_are_checked or model_ranks.alone.get()):
             _check_at_exit()
         where = _by_script() - _bytes["tape"] if is_eager() else weakref.ref(graph())
@@ -163,6 +166,7 @@ def note_tape(sources: Sequence[Any], gradients: Iterable[Any]) -> None:
             shards.inner_variable(variable)._hvd_tape = where
 
 
+_of_arrays = False  # tapes have returned gradients of more than numbers
 _updates_are_checked = False  # or are going to be, at the end of the script
 
 
@@ -170,14 +174,16 @@ def _check_at_exit() -> None:
     """Tell at the end if no tensor was exchanged, nor has an optimizer applied gradients."""
     global _updates_are_checked
     _updates_are_checked = True
-    size, is_first = rank_info.size(), rank_info.rank() == 0
+    size, is_first, process = rank_info.size(), rank_info.rank() == 0, os.getpid()
     before = count("requests", others := ("allgather", "reducescatter", "alltoall"))
 
     @atexit.register
     def check() -> None:
         from hvd_keras import ops
 
-        if _has_updated or ops.has_reduced(arrays=True) or count("requests", others) != before:
+        if os.getpid() != process or _has_updated:  # or a fork of the script's ends
+            return
+        if ops.has_reduced(arrays=_of_arrays) or count("requests", others) != before:
             return
         text = (
             f"each of the {size} ranks has taken gradients by a tf.GradientTape, but they have "
@@ -287,8 +293,9 @@ def fit_has(variables: Sequence[Any]) -> bool:
     return any(shards.variable_id(v) == number for v in fit[0].variables)
 
 
-#: A warning about the last loss whose gradients must not be averaged, and the graph that it is in.
-unaveraged: list[tuple[str, Any]] = []
+#: A warning about the last loss whose gradients must not be averaged; the graph that it is in, and,
+#: if a tape has recorded it, those that call that.
+unaveraged: list[tuple[str, list[Any]]] = []
 
 
 def warn_if_averaged(text: str, of_gradient: bool = False) -> None:
@@ -297,13 +304,16 @@ def warn_if_averaged(text: str, of_gradient: bool = False) -> None:
     ``of_gradient``: a tape computes them now, and so records no more.
     """
     if of_gradient or not is_eager() or is_recording():
-        unaveraged[:] = [(text, graph())]
+        graphs = [graph()]
+        while (of_gradient or is_recording()) and getattr(graphs[-1], "outer_graph", None):
+            graphs.append(graphs[-1].outer_graph)
+        unaveraged[:] = [(text, graphs)]
 
 
 def check_average() -> None:
     """Tell what ``warn_if_averaged`` was given; a reducer averages gradients now."""
-    for text, there in unaveraged[:]:
-        if there is graph() and model_ranks.averages_rows:
+    for text, graphs in unaveraged[:]:
+        if any(one is graph() for one in graphs) and model_ranks.averages_rows:
             unaveraged.clear()
             tell(text)
 
