@@ -58,6 +58,8 @@ UNCHANGED = (0.0, 0.0)
 in_tape = contextvars.ContextVar("a distributed tape asks", default=False)
 #: What tapes have been asked for the gradients of, while a step is tried.
 targets: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("targets", default=None)
+#: The batch of the step of ``fit`` that is taken, if one is.
+batch: contextvars.ContextVar[Any] = contextvars.ContextVar("batch", default=None)
 #: Whether this step has called losses of ``compile``: fit weighs those that add up rows.
 has_compiled_loss = contextvars.ContextVar("the step has called compile's losses", default=False)
 # What distributed tapes have returned in graphs: the process sets, by the names of tensors. What
@@ -79,8 +81,7 @@ def record(gradient: Any, tape: Any, target: Any, sources: Any, *args: Any, **kw
     sources, results = tf.nest.flatten(sources), tf.nest.flatten(result)
     missing_calls.note_tape(sources, results)
     shapes = [one.shape for one in tf.nest.flatten(target) if tf.is_tensor(one)]
-    # A short vector may be one of several losses.
-    has_rows = any(shape.rank and (shape[0] is None or shape[0] > 4) for shape in shapes)
+    has_rows = any(shape.rank and _may_be_rows(shape[0]) for shape in shapes)
     has_rows &= not args and kwargs.get("output_gradients") is None
     if has_rows and not has_compiled_loss.get() and any(hasattr(one, "assign") for one in sources):
         missing_calls.warn_if_averaged(
@@ -98,6 +99,15 @@ def record(gradient: Any, tape: Any, target: Any, sources: Any, *args: Any, **kw
                 before, dense = kept[_SUM], tf.convert_to_tensor(one)
                 kept[_SUM] = dense if before is None else before + dense
     return result
+
+
+def _may_be_rows(number: int | None) -> bool:
+    """Whether a vector of a length may have a number for each row of the batch."""
+    if number is None or number <= 4:  # a short one may be several losses
+        return number is None
+    shapes = [part.shape for part in tf.nest.flatten(batch.get()) if tf.is_tensor(part)]
+    rows = shapes[0][:1].as_list() if shapes and shapes[0].rank else []
+    return not rows or bool(rows[0] and number % rows[0] == 0)
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -308,7 +318,9 @@ class _Walk:
             return self._of_variable(op.inputs[0], depth, tensor.shape.rank == 0)
         if op.type in _FUNCTIONS and (found := self._of_functions(tensor, depth)):
             return found
-        kinds = [self._kind(one, depth) for one in op.inputs if one.dtype != tf.resource]
+        # Rows of a sparse gradient are added up by their ids.
+        inputs = op.inputs[:1] if op.type == "UnsortedSegmentSum" else op.inputs
+        kinds = [self._kind(one, depth) for one in inputs if one.dtype != tf.resource]
         if "changed" in kinds:
             return "changed"
         if "gradient" not in kinds:

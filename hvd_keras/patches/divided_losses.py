@@ -19,14 +19,15 @@ def name_of(loss: Any) -> str:
     return loss.name or type(loss).__name__
 
 
-def of_step(loss: Any, value: Any, rows: Any, own: Any) -> Any:
+def of_step(loss: Any, value: Any, y_pred: Any, ranks: int) -> Any:
     """A sum, or the losses of rows, of which a step of one's own makes a mean; tell if it does not.
 
     The gradient that comes back shows what the step does: it is 1 if that adds up, or has been
-    divided by a constant. ``own``: the ``losses.Weighing``.
+    divided by a constant. ``ranks``: how many take the step.
     """
     # A mean of several values of each row may divide by as many as all ranks have rows.
-    ranks = own.process_set.size() if (value.shape.rank or 0) < 2 else 0
+    rows = tf.nest.flatten(y_pred)[0]
+    ranks = ranks if (value.shape.rank or 0) < 2 else 0
     may_be_rows = functools.partial(fit_state.may_be_number_of_rows, ranks)
 
     def gradient(upstream: Any) -> Any:
@@ -36,7 +37,7 @@ def of_step(loss: Any, value: Any, rows: Any, own: Any) -> Any:
         is_sum = None not in found and bool(large) and not any(map(may_be_rows, large))
         if (is_sum or _is_one(upstream)) and getattr(rows, "shape", None) and rows.shape[0] != 1:
             missing_calls.warn_if_averaged(
-                f"a train_step or compute_loss uses the loss {name_of(loss)} as a sum, and the "
+                f"the loss {name_of(loss)}, which adds up rows, is used as a sum, and the "
                 "ranks' gradients are averaged, so they are smaller than those of one process. "
                 "Divide the sum by the number of this rank's rows, or leave reduction out.",
                 of_gradient=True,
@@ -136,7 +137,10 @@ def _is_of_rows(op: Any) -> bool:
 
 
 # Operations that pass on what they get.
-_PASSING = {"Fill", "BroadcastTo", "Reshape", "Tile", "Identity", "Cast", "Squeeze", "ExpandDims"}
+_PASSING = {
+    *("Fill", "BroadcastTo", "Reshape", "Tile", "Identity", "Cast", "Squeeze", "ExpandDims"),
+    "Unpack",
+}
 
 
 def _is_one(tensor: Any) -> bool:

@@ -31,8 +31,8 @@ from hvd_keras.patches import divided_losses
 from hvd_keras.patches.divided_losses import name_of
 from hvd_keras.runtime import agree, rank_info
 from hvd_keras.runtime.keras import call_loss, divisors, is_legacy, keras, overrides, replaced
-from hvd_keras.runtime.process_sets import ProcessSet
-from hvd_keras.training import fit_state, halves, row_trials
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
+from hvd_keras.training import broadcasting, fit_state, halves, row_trials
 
 
 @dataclasses.dataclass
@@ -116,11 +116,6 @@ def weighed(
 
     outside = itertools.count(1)  # numbers of steps outside of fit
 
-    @functools.cache
-    def apart(function: Any) -> Any:
-        """The same function without what validation has traced, or will call."""
-        return function._clone(None) if hasattr(function, "_clone") else function
-
     @functools.wraps(one_step)
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -135,6 +130,9 @@ def weighed(
                 log = functools.partial(_log, own, metric.update_state)
                 stack.enter_context(replaced(metric, "update_state", log))
             stack.enter_context(agree.within(weighing, own))
+            kind = method, process_set.id(), averages, counts
+            stack.enter_context(broadcasting.with_clones(model, kind))
+            stack.enter_context(agree.within(origin.batch, own.data))
             stack.enter_context(agree.within(origin.has_compiled_loss, False))
             stack.enter_context(agreement.in_step_of_fit(fit_state.next_number(outside, method)))
             stack.callback(missing_calls.unaveraged.clear)
@@ -151,7 +149,7 @@ def weighed(
                 alone = functools.partial(_update_compiled, of_compile, of_compile.update_state)
                 stack.enter_context(replaced(of_compile, "update_state", alone))
             if counts:
-                of_all = functools.partial(_compute_loss, own, apart(model.compute_loss))
+                of_all = functools.partial(_compute_loss, own, model.compute_loss)
                 stack.enter_context(replaced(model, "compute_loss", of_all))
             _leave_unweighed(stack, model.metrics)
             stack.enter_context(_converted())
@@ -334,6 +332,8 @@ def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
         weights = divisors(loss, values, y_pred, sample_weight)
         if own is None:
             _warn_in_loop(loss, kind, weights)
+            if kind == "sum" or getattr(loss, "reduction", None) in _SUMS:
+                value = divided_losses.of_step(loss, value, y_pred, global_process_set.size())
             return value
         is_compiled = _is_compiled(own.model, loss)
         with replaced(own, "is_own", own.is_own and not is_compiled):
@@ -388,7 +388,7 @@ def _weigh(
     size = tf.cast(own.process_set.size(), value.dtype)
     adds_up = reduction in _SUMS
     if adds_up and own.is_own:
-        value = divided_losses.of_step(loss, value, tf.nest.flatten(y_pred)[0], own)
+        value = divided_losses.of_step(loss, value, y_pred, own.process_set.size())
         if own.averages:
             reduction, weights = "mean", []
     elif adds_up and not own.averages:

@@ -20,6 +20,7 @@ from hvd_keras.patches import fit_on_tensorflow, keras_classes, losses, patched_
 from hvd_keras.runtime import gpu, libraries, log
 from hvd_keras.runtime.keras import is_legacy, keras, replace, require
 from hvd_keras.saving import storage
+from hvd_keras.training import broadcasting
 
 #: Before the job is joined: load the ops.
 load = libraries.tensorflow_ops
@@ -114,6 +115,7 @@ _CLIPS = ("value", "norm", "global_norm")
 _NOT_DISTRIBUTED = "to find optimizers that are not distributed"
 _SYNCHRONIZE = "to synchronize batch normalization between processes"
 _OF_ALL_ROWS = "to compute functions of all ranks' rows"
+_OF_STEPS = "to trace functions of a script for each kind of step"
 _VARIABLES = "to make variables before the first step"
 _WHOLE_FILES = "to replace files only by complete ones"
 _ONE_WRITER = "to write files on one rank alone"
@@ -135,6 +137,7 @@ def _common_rows() -> list[Patch]:
         (model, "evaluate", _ONE_WRITER, evaluate),
         (model, "predict", _ONE_WRITER, evaluate),
         (v1_optimizer, "apply_gradients", _NOT_DISTRIBUTED, missing_calls.apply_pairs),
+        (broadcasting.function_class, "__call__", _OF_STEPS, broadcasting.call_function),
         (tf.GradientTape, "gradient", _CHANGES, origin.record),
         (tf, "gradients", _CHANGES, origin.record_graph),
         *((tf, f"clip_by_{by}", _CHANGES, origin.record_clip) for by in _CLIPS),

@@ -5,8 +5,10 @@ their first step. Broadcasting, restoring checkpoints and seeding need them earl
 """
 
 import contextlib
+import contextvars
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -142,31 +144,44 @@ def build(model: Any, element_spec: Any, whole_step: bool = False) -> Exception 
     return failure
 
 
+#: The class of what ``tf.function`` returns.
+function_class: Any = type(tf.function(lambda: None))
+# Returns what is called in place of a ``tf.function`` of a script.
+_clone_of: contextvars.ContextVar[Any] = contextvars.ContextVar("clone of a function", default=None)
+
+
+def _cloning() -> Callable[[Any], Any]:
+    """What returns the same clone of a ``tf.function`` each time, which has traced nothing."""
+    return functools.cache(lambda function: function._clone(None))
+
+
+def with_clones(model: Any, kind: Any) -> AbstractContextManager[None]:
+    """Let a kind of step of a model have its own traces of the functions that it calls.
+
+    Others that call them, too, such as those of validation, weigh losses in another way.
+    """
+    if agree.is_building.get():  # which forgets them
+        return contextlib.nullcontext()
+    clones = vars(model).setdefault("_hvd_clones", {})
+    return agree.within(_clone_of, clones.setdefault(kind, _cloning()))
+
+
+def call_function(call: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace the ``__call__`` of what ``tf.function`` returns."""
+    clone = _clone_of.get()
+    # Those of files, of a derived class, have been traced.
+    is_own = clone is not None and type(function) is function_class
+    return call(clone(function) if is_own else function, *args, **kwargs)
+
+
 @contextlib.contextmanager
 def _building() -> Iterator[None]:
     """Let steps change nothing, and each tf.function of a script forget what it traces here.
 
     It would run that in the training, too, where gradients are exchanged.
     """
-    kind: Any = type(tf.function(lambda: None))
-    call = kind.__call__
-
-    @functools.cache
-    def fresh(function: Any) -> Any:
-        return function._clone(None)
-
-    @functools.wraps(call)
-    def forgetting(function: Any, *args: Any, **kwargs: Any) -> Any:
-        # Those of files, of a derived class, have been traced.
-        is_own = agree.is_building.get() and type(function) is kind
-        return call(fresh(function) if is_own else function, *args, **kwargs)
-
-    kind.__call__ = forgetting
-    try:
-        with agree.within(agree.is_building, True):
-            yield
-    finally:
-        kind.__call__ = call
+    with agree.within(agree.is_building, True), agree.within(_clone_of, _cloning()):
+        yield
 
 
 def build_step(model: Any, element_spec: Any) -> None:

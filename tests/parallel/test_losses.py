@@ -301,24 +301,39 @@ def test_validation_in_an_unknown_number_of_steps_warns(warned) -> None:
     assert sum("validate in different numbers" in text for text in warned) == (RANK == 0)
 
 
+LOOPS = [
+    *("masked", "masked in a function", "summed", "summed by Keras's step"),
+    *("without a mask", "of all rows"),
+]
+
+
 @pytest.mark.parametrize("eager", [True, False])
-@pytest.mark.parametrize("kind", ["masked", "summed", "without a mask", "of all rows"])
+@pytest.mark.parametrize("kind", LOOPS)
 def test_a_custom_loop_with_a_masked_or_summed_loss_warns(kind: str, eager: bool, warned) -> None:
     x, y, _ = rows()
     model = masked(mask_zero=kind != "without a mask")
-    loss_of = losses.MeanSquaredError(reduction="sum" if kind == "summed" else NONE)
+    loss_of = losses.MeanSquaredError(reduction="sum" if "summed" in kind else NONE)
     loss_of = losses.Dice() if kind == "of all rows" else loss_of
     optimizer = hvd.DistributedOptimizer(SGD(0.01))
     hvd.broadcast_variables(model.variables, 0)
 
+    def total(x, y):
+        return loss_of(y, model(x, training=True))
+
+    total = tf.function(total) if kind == "masked in a function" else total
+
     def step(x, y):
         with tf.GradientTape() as tape:
-            loss = loss_of(y, model(x, training=True))
+            loss = total(x, y)
         optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
 
-    (step if eager else tf.function(step))(mine(x)[:ROWS], mine(y)[:ROWS])
-    told = [text for text in warned if "in a custom loop" in text]
-    assert len(told) == (kind in ("masked", "of all rows")), warned
+    if kind == "summed by Keras's step":
+        model.compile(optimizer, loss_of, run_eagerly=eager)
+        model.train_on_batch(mine(x)[:ROWS], mine(y)[:ROWS])
+    else:
+        (step if eager else tf.function(step))(mine(x)[:ROWS], mine(y)[:ROWS])
+    told = [text for text in warned if "in a custom loop" in text or "used as a sum" in text]
+    assert len(told) == (kind != "without a mask"), warned
 
 
 def of_classes(y_true, y_pred):

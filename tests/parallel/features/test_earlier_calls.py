@@ -190,6 +190,36 @@ def test_a_fit_within_a_fit() -> None:
         np.testing.assert_allclose(trained(which, True), trained(which, False), rtol=1e-5)
 
 
+class Helped(training.OwnStep):
+    """Calls a function of the script in training and in validation."""
+
+    @tf.function
+    def total(self, y, y_pred):
+        return keras.losses.Dice()(y, y_pred)
+
+    def loss_of(self, x, y):
+        return self.total(y, self(x, training=True))
+
+    def test_step(self, data):
+        return {"loss": self.total(data[1], self(data[0]))}
+
+
+def test_training_and_validation_trace_a_function_apart() -> None:
+    def trained(evaluates: bool) -> list[np.ndarray]:
+        model = Helped([keras.Input((3,)), keras.layers.Dense(1)])
+        training.set_weights(model, seed=3)
+        model.compile(hvd.DistributedOptimizer(sgd()))
+        if evaluates:
+            model.evaluate(X, Y, verbose=0)
+        model.fit(X, Y, callbacks=[BROADCAST(0)], **ALIKE)
+        if RANK == 0:
+            model.evaluate(X, Y, verbose=0)
+        return model.get_weights()
+
+    for one, other in zip(trained(True), trained(False), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
 def test_one_rank_evaluates_at_the_end_of_a_validation() -> None:
     seen: list[float] = []
 

@@ -184,6 +184,11 @@ class Loop:
             loss = self.loss(rows) * scale
         return tape.gradient(loss, self.weight)
 
+    def of_ids(self, ids):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(self.weight, ids))
+        return tf.convert_to_tensor(tape.gradient(loss, self.weight))  # which was sparse
+
     def added(self, rows):
         total = tf.zeros([6])
         for row in tf.range(ROWS):
@@ -229,6 +234,9 @@ LOOPS_RIGHT = {
         lambda: own.apply(
             tf.reduce_mean(tf.map_fn(lambda row: own.gradient(row[tf.newaxis]), own.rows), 0)
         )
+    ),
+    "made dense": lambda own: in_function(
+        lambda ids: own.apply(own.of_ids(ids)), tf.constant([RANK, 4, 4])
     ),
     "exchanged before": lambda own: in_function(
         lambda gradient: own.apply(clip(gradient)), in_function(own.exchanged, own.rows)
@@ -426,7 +434,7 @@ def test_a_rank_alone_may_copy_what_a_distributed_tape_returns() -> None:
 class OfRows(keras.Sequential):
     """Gives a tape the loss of each row, or of a model's input; the gradient is that of the sum."""
 
-    is_compiled = False
+    of = "rows"  # or those of compile, or means of columns
 
     def train_step(self, data):
         x, y = data
@@ -435,20 +443,24 @@ class OfRows(keras.Sequential):
                 of_input.watch(x)
                 y_pred = self(x)
             slope = of_input.gradient(y_pred, x)  # a vector, but of no variable
-            rows = self.compute_loss(x, y, y_pred) if self.is_compiled else (y - y_pred)[:, 0] ** 2
+            rows = (y - y_pred)[:, 0] ** 2
+            if self.of == "compile":
+                rows = self.compute_loss(x, y, y_pred)
             loss = rows + tf.reduce_sum(slope**2, 1)
+            if self.of == "columns":
+                loss = tf.reduce_mean((x - y_pred) ** 2, 0)
         weights = self.trainable_variables
         self.optimizer.apply(tape.gradient(loss, weights), weights)
         return {"loss": tf.reduce_mean(loss)}
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_a_gradient_of_a_vector_is_told(is_compiled: bool, warned) -> None:
-    net = OfRows([keras.Input((3,)), keras.layers.Dense(1, kernel_initializer="ones")])
-    net.is_compiled = is_compiled
+@pytest.mark.parametrize("of", ["rows", "compile", "columns"])
+def test_a_gradient_of_a_vector_is_told(of: str, warned) -> None:
+    net = OfRows([keras.Input((6,)), keras.layers.Dense(1, kernel_initializer="ones")])
+    net.of = of
     loss = keras.losses.MeanSquaredError(reduction="none")
     net.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), loss)
-    x = np.random.default_rng(RANK).normal(size=(8, 3)).astype("float32")
+    x = np.random.default_rng(RANK).normal(size=(8, 6)).astype("float32")
     net.fit(x, x[:, :1], verbose=0)
     told = [text for text in warned if "a tape gets a loss for each row" in text]
-    assert len(told) == (not is_compiled), warned
+    assert len(told) == (of == "rows"), warned
