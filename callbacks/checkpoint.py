@@ -320,7 +320,8 @@ class Checkpoint(Callback):  # type: ignore[misc]
         else:
             seeks, batches = False, self._batches_seen(found)
         if batches:
-            own = variables.training_variables(self.model)
+            own = [*variables.training_variables(self.model), *variables.global_seed_states()]
+            own += variables.unlisted(self.model._flatten_layers(), generators=True).values()
             reads = not (seeks or goes_on) or getattr(fit.seekable, "yields_unread", False)
             self._resuming = resuming.Resuming(fit, own, batches, reads, metrics)
 

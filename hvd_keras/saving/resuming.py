@@ -234,7 +234,7 @@ class Resuming:
 
     Args:
         fit: whose epoch goes on.
-        own: the variables of the training, as restored.
+        own: the variables of the training, as restored, also those that Keras does not list.
         batches: how many the model has seen.
         reads: whether the data begin before them.
         metrics: the values of the metrics' variables; none if they cannot be restored.
@@ -245,7 +245,9 @@ class Resuming:
     ) -> None:
         self.batches, self.passed = batches, 0
         self._model, self._reads, self._metrics = fit.model, reads, metrics
-        self._own = shards.without(own)  # a copy of the tables might not fit
+        # A copy of the tables might not fit.
+        parts = {id(v) for v in own if (shard := shards.of(v)) is not None and shard.owned is None}
+        self._own = [v for v in own if id(v) not in parts]
         self._values = [np.asarray(variable).copy() for variable in self._own]
         self._random = per_rank.random_state()
         self._iterator = fit.iterator

@@ -136,8 +136,10 @@ def test_one_checkpoint_in_two_fits(directory, numbers, after: int) -> None:
     def train_twice(model: keras.Model, saved: Any, *more: Any) -> None:
         source = hvd.data.shard(rows(), batch_size=BATCH)
         broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        calls = model.layers[2].calls
         for start, epochs in numbers:
-            callbacks = [broadcast, *([saved] if saved else []), *more]
+            reset = keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: calls.assign(0.0))
+            callbacks = [broadcast, reset, *([saved] if saved else []), *more]
             shuffled = source.map(lambda x, y: (x, y))
             model.fit(shuffled, initial_epoch=start, epochs=epochs, verbose=0, callbacks=callbacks)
         raise KeyboardInterrupt
@@ -258,9 +260,12 @@ def test_the_generator_of_keras_random_goes_on(directory, warned) -> None:
         train(net, *callbacks, epochs=epochs)
         return net
 
-    undisturbed = trained(2, None)
-    trained(1, hvd.callbacks.Checkpoint(directory))
-    assert_same_state(trained(2, hvd.callbacks.Checkpoint(directory)), undisturbed)
+    draw = keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: keras.random.uniform(()))
+    undisturbed = trained(2, None, draw)
+    crash = training.Crash(STEPS + 4)
+    with pytest.raises(KeyboardInterrupt):
+        trained(2, hvd.callbacks.Checkpoint(directory, save_freq=2), draw, crash)
+    assert_same_state(trained(2, hvd.callbacks.Checkpoint(directory), draw), undisturbed)
     told = {text for text in warned if "does not save level:0, which the training step" in text}
     assert len(told) == (RANK == 0)
 

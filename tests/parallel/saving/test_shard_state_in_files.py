@@ -45,13 +45,21 @@ def build(shard_state: bool, of: Any = EVERYONE, *, scaled: bool = False, **opti
 )
 def test_an_interrupted_training_goes_on(directory, before: bool, after: bool) -> None:
     """With shares and without, in any order, as if nothing had happened."""
-    undisturbed = build(False, gradient_accumulation_steps=2)
-    train(undisturbed, None)
-    first = build(before, gradient_accumulation_steps=2)
+
+    def run(shard_state: bool, *callbacks: Any) -> Any:
+        model = build(shard_state, gradient_accumulation_steps=2)
+
+        def begin(epoch, logs):
+            for slot in model.optimizer._momentums:
+                slot.assign(slot * 0.5)
+
+        train(model, *callbacks, keras.callbacks.LambdaCallback(on_epoch_begin=begin))
+        return model
+
+    undisturbed = run(False, None)
     with pytest.raises(KeyboardInterrupt):
-        train(first, hvd.callbacks.Checkpoint(directory, save_freq=2), training.Crash(STEPS + 2))
-    again = build(after, gradient_accumulation_steps=2)
-    train(again, hvd.callbacks.Checkpoint(directory, save_freq=2))
+        run(before, hvd.callbacks.Checkpoint(directory, save_freq=2), training.Crash(STEPS + 2))
+    again = run(after, hvd.callbacks.Checkpoint(directory, save_freq=2))
     training.assert_same(state_of(again), state_of(undisturbed))
     shared = sum(shards.of(v) is not None for v in again.optimizer.variables)
     assert shared == (12 if after else 0)
