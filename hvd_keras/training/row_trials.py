@@ -28,7 +28,7 @@ Kind = Literal["rows", "mean", "sum", "whole", "failed", "unknown"]
 
 ROWS = 4  # of each of two parts
 _NEAR, _FAR = 0.01, 30.0  # errors of predictions, relative to the usual ones
-_FEW, _MANY = 8, 1 << 14  # values: of an axis, and of a row of all tensors
+_FEW, _MANY = 8, 1 << 16  # values: of an axis, and of a row of all tensors
 _COMPARISONS = {"Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual"}
 _UNARY = {"Cast", "Identity", "ExpandDims", "Reshape"}  # of which the first input has the values
 # By the id of a loss, as long as it lives: it may have no hash.
