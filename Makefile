@@ -33,6 +33,8 @@ $(BIN)/python:
 .venv/installed: .venv/requirements $(NATIVE)
 	@echo "Compiling and installing hvd_keras"
 	@$(INSTALL) -e ".[examples]"
+	@# For callbacks/ scikit-build-core also adds the folder above this one, whose files Python would import.
+	@sed -i '\|^$(patsubst %/,%,$(dir $(CURDIR)))$$|d' .venv/lib/python3*/site-packages/_editable_skbc_hvd_keras.pth
 	@touch $@
 
 demo: .venv/installed  ## Train a convolutional network on handwritten digits on 2 processes.

@@ -195,6 +195,7 @@ def test_warmup_ends_at_the_full_rate_with_several_steps_at_once(arguments: dict
     assert record.seen[-1] == pytest.approx(0.3)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("known", [True, False])
 def test_warmup_continues_after_a_restart(directory: pathlib.Path, known: bool) -> None:
     """Continues by ``initial_epoch``, or with unknown length by the restored optimizer."""
@@ -263,6 +264,7 @@ def test_schedule_by_a_number_and_by_fractions_of_epochs() -> None:
     np.testing.assert_allclose(record.seen, [0.25] * n + [1 + i / n for i in range(n)], rtol=1e-5)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("optimizer", "corrected"), [(None, False), (None, True), ("Muon", True)])
 def test_momentum_correction_scales_the_buffers_with_the_rate(optimizer, corrected: bool) -> None:
     """See Goyal et al., section 3: buffers hold old rates times gradients; those of Muon do not."""

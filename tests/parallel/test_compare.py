@@ -121,6 +121,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("differs", [True, False])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_numbers_in_functions_that_differ(name: str, differs: bool, warned) -> None:
@@ -174,6 +175,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("change", CHANGES)
 def test_values_with_equal_sums_are_told_apart(change, directory, warned) -> None:
     """In broadcasts, checks of weights, data, and checkpoints."""

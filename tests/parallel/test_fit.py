@@ -122,6 +122,7 @@ class Divided(training.OwnStep):
         return loss if self.how == "sum" else tf.reduce_sum(loss) / rows
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("eager", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "how",
@@ -176,6 +177,7 @@ class Called(keras.Model):
 
 
 @pytest.mark.skipif(SIZE == 1, reason="on one rank, Keras makes the variables in the step")
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", ["sequential", "nested", "several", "called", "frozen later"])
 def test_keras_own_step_is_traced_once(kind: str) -> None:
     def make() -> keras.Model:

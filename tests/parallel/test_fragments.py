@@ -85,6 +85,7 @@ def by_hand_in_halves(model: keras.Model, every: int, outer: Any) -> np.ndarray:
 
 
 @pytest.mark.ranks(2, 3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("outer", [None, nesterov])
 def test_fragments_travel_during_the_updates_that_follow(outer) -> None:
     for compiled in ({"run_eagerly": True}, {"steps_per_execution": 2}):
@@ -103,6 +104,7 @@ def test_fragments_with_every_option(option: str) -> None:
 
 
 @pytest.mark.ranks(2, 3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("compression", ["none", "bf16", "int8"])
 def test_fragments_divide_the_bytes_of_a_sync(compression: str) -> None:
     def trained(fragments: int, more: Any = (), **how: Any) -> np.ndarray:

@@ -69,7 +69,7 @@ class Divides(keras.Model):
         return {"loss": self._loss_tracker.result()}
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("reduction", "axis", "eager"),
     [
@@ -96,6 +96,7 @@ def test_a_step_of_its_own_that_divides_a_sum(reduction, axis, eager, warned) ->
     assert any("as a sum" in text for text in warned)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("by_loss", [True, False])
 @pytest.mark.parametrize(
     ("divisor", "is_told"), [(ROWS, False), (SIZE * ROWS, True), (ROWS + 3, True)]
@@ -220,12 +221,13 @@ OF_ALL_ROWS = {
 }
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("name", OF_ALL_ROWS)
 def test_losses_of_all_rows(name: str) -> None:
     check(**{"make": without_mask, **OF_ALL_ROWS[name]})
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("mark", "jit"),
     [("negative", False), ("negative", True), ("nonzero", True), ("nonzero", False)],

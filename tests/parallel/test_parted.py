@@ -337,7 +337,7 @@ def datasets(x, y):
     yield tf.sparse.from_dense(x), {"y": y, "batch_size": 4}
 
 
-@pytest.mark.cases(5)
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     "kind",
     range(9),

@@ -125,19 +125,20 @@ def test_rounds_of_one_update_are_the_average_of_gradients(outer) -> None:
     np.testing.assert_allclose(rounds, trained(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("optimizer", [name for name in EVERY if name not in UNSUITABLE])
 def test_every_optimizer(optimizer: str) -> None:
     assert_as_by_hand(made(optimizer), 3, nesterov)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option(option: str) -> None:
     assert_as_by_hand(made("Adam", **OPTIONS[option]), 2, None)
 
 
 @pytest.mark.ranks(2, 3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("outer", [None, nesterov])
 def test_graphs_xla_and_several_steps_at_once(outer) -> None:
     for compiled in ({"jit_compile": True}, {"jit_compile": False, "steps_per_execution": 2}):
