@@ -58,7 +58,7 @@ def test_an_interrupted_training_goes_on(directory, before: bool, after: bool) -
 
     undisturbed = run(False, None)
     with pytest.raises(KeyboardInterrupt):
-        run(before, hvd.callbacks.Checkpoint(directory, save_freq=2), training.Crash(STEPS + 2))
+        run(before, hvd.callbacks.Checkpoint(directory, save_freq=1), training.Crash(STEPS + 3))
     again = run(after, hvd.callbacks.Checkpoint(directory, save_freq=2))
     training.assert_same(state_of(again), state_of(undisturbed))
     shared = sum(shards.of(v) is not None for v in again.optimizer.variables)
