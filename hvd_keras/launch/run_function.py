@@ -71,6 +71,8 @@ def run(
 
 def _print(text: str, name: str) -> None:
     if (stream := getattr(sys, name)) is not None:  # as Python has it: a notebook shows it
+        encoding = stream.encoding or "utf-8"
+        text = text.encode(encoding, "backslashreplace").decode(encoding)
         print(text, end="", flush=True, file=stream)
 
 

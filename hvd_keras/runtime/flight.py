@@ -67,6 +67,8 @@ class _Recorder:
         # The launcher ends the others like this when a rank has failed. Later handlers win.
         self._at_start = signal.getsignal(signal.SIGTERM)
         faulthandler.register(signal.SIGTERM, self._stacks, chain=True)
+        forget = functools.partial(faulthandler.unregister, signal.SIGTERM)
+        os.register_at_fork(after_in_child=forget)  # a worker that is terminated is no rank
         if self._is_handler or not faulthandler.is_enabled():
             _Recorder._is_handler = True
             faulthandler.enable(self._stacks)

@@ -1,5 +1,6 @@
 """hvd_keras.run: results, errors, and unauthenticated connections."""
 
+import io
 import os
 import re
 import signal
@@ -17,22 +18,24 @@ from tests.harness.launcher import LIMIT, having, wait_until
 ENGINE = ["--oversubscribe"]
 
 
-def test_results_come_in_the_order_of_the_ranks(capfd) -> None:
-    offset = 10
+def test_results_come_in_the_order_of_the_ranks(monkeypatch) -> None:
+    offset, stdout = 10, io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", stdout)
 
     def work(a, *, b):
         from hvd_keras.launch.onhost.worker import find_rank
 
         rank = find_rank(os.environ)
-        print("at work", rank)
+        print("at work ━", rank)
         return {"rank": rank, "sum": a + b + offset, "much": bytes(3_000_000 * rank)}
 
     results = hvd_keras.run(work, (1,), {"b": 2}, np=3, options=ENGINE)
     assert results == [
         {"rank": rank, "sum": 13, "much": bytes(3_000_000 * rank)} for rank in range(3)
     ]
-    printed = capfd.readouterr().out
-    assert sorted(printed.splitlines()) == [f"[{rank}] at work {rank}" for rank in range(3)]
+    printed = stdout.buffer.getvalue().decode()
+    expected = [rf"[{rank}] at work \u2501 {rank}" for rank in range(3)]
+    assert sorted(printed.splitlines()) == expected
 
 
 def test_functions_of_the_main_program(tmp_path) -> None:

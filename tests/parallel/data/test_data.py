@@ -223,6 +223,7 @@ def test_own_sample_weights_are_scaled_not_replaced() -> None:
     np.testing.assert_allclose(weights["b"], np.stack([expected, 2 * expected], axis=1))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("labels", ["numbers", "column", "one-hot", "sequences"])
 def test_class_weights_multiply_those_of_padded_rows(labels: str) -> None:
     x, *_ = samples(2 * TOGETHER + 1)

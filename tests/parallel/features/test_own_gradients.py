@@ -91,6 +91,7 @@ RIGHT = [halved, decayed, rescaled, centred, accumulated, over_all_norms]
 WRONG = [clipped, clipped_by_value, without_nans, normalized_in_a_function, with_noise]
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize(
     ("change", "eager"),
     [
@@ -138,6 +139,7 @@ class Sharpness(Step):
         return {"loss": loss}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("tape", [lambda tape: tape, hvd.DistributedGradientTape])
 @pytest.mark.parametrize("options", [{}, {"jit_compile": True}, {"steps_per_execution": 2}])
 def test_weights_moved_by_own_gradients_are_told(tape, options, warned) -> None:
@@ -296,6 +298,7 @@ def test_gradients_that_a_loop_changes_are_told(name: str, warned, monkeypatch) 
 OPTIONS = [{"jit_compile": False}, {"jit_compile": True}, {"run_eagerly": True}]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_ranks_that_skip_different_steps_get_an_error(options) -> None:
     x = np.ones((ROWS * STEPS, 6), "float32")
@@ -305,6 +308,7 @@ def test_ranks_that_skip_different_steps_get_an_error(options) -> None:
         fit(Skipping, x, **options)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_ranks_may_skip_the_same_step(options) -> None:
     x = np.random.default_rng(RANK).normal(size=(ROWS * STEPS, 6)).astype("float32")

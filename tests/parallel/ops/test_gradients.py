@@ -167,6 +167,7 @@ def contrastive(rows, columns, first: int) -> tf.Tensor:
     )
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("way", ["own rows", "all rows", "own rows, scattered", "from the root"])
 def test_ranks_that_use_each_others_rows_train_as_one_process(way: str, compiled: bool) -> None:

@@ -142,6 +142,7 @@ def test_optimizers_within_and_recurrent_states(make, directory) -> None:
     np.testing.assert_array_equal(result(run("some")), result(undisturbed))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("sizes", [(4, 2), (2, 4), (4, 16)])
 @pytest.mark.parametrize("repeats", [False, True])
 def test_batches_of_another_size(sizes, repeats: bool, directory) -> None:
@@ -290,6 +291,7 @@ HOW = [
 ]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("how", HOW)
 def test_updates_of_a_loaded_model_are_as_large_as_before(how, directory, monkeypatch) -> None:
     told: list[str] = []
