@@ -1,6 +1,8 @@
 """Compares the rows and the values of the variables that the ranks have while they train."""
 
 import collections
+import functools
+import itertools
 import math
 import os
 import time
@@ -38,23 +40,38 @@ def row_hashes(data: Any) -> list[int] | None:
         if not is_array(part) or len(part.shape) == 0:
             return None
         rows = int(part.shape[0])
-        for head in map(np.asarray, _heads(part)):
-            digest = agree.digest(head, digest)
-            differ |= bool((head != head[:1]).any())  # equal rows, such as padding, say nothing
+        digests = [functools.reduce(_digest_after, row, 0) for row in _first_rows(part)]
+        digest = agree.digest(np.array(digests, np.int64), digest)
+        differ |= len(set(digests)) > 1  # equal rows, such as padding, say nothing
     return [rows, digest] if differ else None
 
 
-def _heads(part: Any) -> list[Any]:
-    """The first rows of an array; of a sparse or ragged tensor, those of what it consists of."""
+def _digest_after(before: int, values: Any) -> int:
+    return agree.digest(np.asarray(values), before)
+
+
+def _first_rows(part: Any) -> list[list[Any]]:
+    """The first rows of an array, each as the arrays that it consists of."""
     if hasattr(part, "tocsr"):  # SciPy's
-        return [part.tocsr()[:_ROWS].toarray()]
-    is_composite = hasattr(part, "dense_shape") or hasattr(part, "row_splits")
-    parts = flatten(part, expand_composites=True) if is_composite else [part]
-    return [one[:_ROWS] for one in parts]
+        head = part.tocsr()[:_ROWS]
+        ends = itertools.pairwise(head.indptr)
+        return [[head.indices[begin:end], head.data[begin:end]] for begin, end in ends]
+    rows = range(min(_ROWS, int(part.shape[0])))
+    if hasattr(part, "dense_shape"):  # a tf.SparseTensor
+        places, numbers = np.asarray(part.indices), np.asarray(part.values)
+        is_first = places[:, 0] < _ROWS
+        places, numbers = places[is_first], numbers[is_first]
+        return [[places[of, 1:], numbers[of]] for of in (places[:, 0] == row for row in rows)]
+    if hasattr(part, "row_splits"):  # a tf.RaggedTensor
+        ragged = [part[row] for row in rows]
+        return [
+            [getattr(r, "flat_values", r), *getattr(r, "nested_row_splits", ())] for r in ragged
+        ]
+    return [[row] for row in np.asarray(part[:_ROWS])]
 
 
 def check_rows(gathered: Sequence[Any], process_set: ProcessSet) -> None:
-    """Tell if each rank trains on another's rows, by what ``values.of_rows`` returned on each."""
+    """Tell if each rank trains on another's rows, by what ``row_hashes`` returned on each."""
     # Equal hashes of the first rows; a rank without rows to compare has None.
     groups: dict[Any, list[str]] = {}
     for rank, rows in zip(process_set.ranks, map(tuple, filter(None, gathered)), strict=False):

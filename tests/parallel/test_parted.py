@@ -3,6 +3,7 @@
 import os
 import re
 import time
+import tracemalloc
 
 import keras
 import numpy as np
@@ -362,6 +363,23 @@ def test_all_ranks_train_on_the_same_rows(kind: int, at_once: int, told) -> None
         )
         assert ("train on the same rows" in text) != differ
         assert ("hvd.data.shard" in text) != differ
+
+
+def test_the_first_rows_of_sparse_and_ragged_tensors_are_compared() -> None:
+    equal = np.full((70, 5), [0, RANK + 1, 2, 3, 4])
+    last, later = np.array(equal), np.array(equal)
+    last[63, 4] = later[63, 4] = later[64, 4] = 9
+    kinds = [np.asarray, scipy.sparse.csr_matrix, tf.sparse.from_dense, tf.RaggedTensor.from_tensor]
+    for kind in kinds:
+        hashes = [values.row_hashes(kind(x)) for x in (equal * 0, equal, last, later)]
+        assert hashes[:2] == [None, None]
+        assert hashes[2]
+        assert hashes[2] == hashes[3]
+    wide = scipy.sparse.eye_array(64, 2**20, format="csr")
+    tracemalloc.start()
+    assert values.row_hashes(wide) is not None
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
 
 
 def test_a_first_batch_that_was_looked_at_is_trained_on() -> None:
