@@ -160,13 +160,14 @@ def _kind_of_rows(traced: Any, model: Any, batch: Any, is_known: bool, ranks: in
         joined = tf.nest.map_structure(lambda *rows: tf.concat(rows, 0), *parts)
         return float(value_of(*tf.nest.flatten(joined)))
 
-    found, end = set(), time.monotonic() + _SECONDS
     # Few ids occur, which both parts may have in common. Some labels may have no loss: more of one
     # part than of the other, or the mean of two masked means would be that of all.
-    marks = marks_of(traced)
-    draws: list[tuple[int, float | None]] = [(0, None), *((1, mark) for mark in marks)]
-    draws += [(number, None) for number in range(1, _TRIALS)] + [(0, mark) for mark in marks]
+    draws: list[tuple[int, float | None]] = [(number, None) for number in range(_TRIALS)]
+    draws += [(number, mark) for number in (1, 0) for mark in marks_of(traced)]
+    found, end = set(), time.monotonic() + _SECONDS
     for number, mark in draws if value_of else ():
+        if time.monotonic() > end:
+            break
         draw = functools.partial(_drawn, rows=ROWS, random=random, number=number)
         one, other = (tf.nest.map_structure(draw, batch) for _ in "12")
         if mark is not None:
@@ -180,8 +181,6 @@ def _kind_of_rows(traced: Any, model: Any, batch: Any, is_known: bool, ranks: in
             continue
         if losses[0] == again:  # it draws no other numbers
             found.add(kind_of_losses(losses, alone, tolerance, may_be_mean))
-        if time.monotonic() > end:
-            break
     for handle in handles.values():
         tf.raw_ops.DestroyResourceOp(resource=handle)
     return min(found - {""}, default="")

@@ -1,6 +1,7 @@
 """Keras's layers, losses and metrics in fit: as on one process, or with a word."""
 
 import contextlib
+import itertools
 import types
 
 import keras
@@ -10,6 +11,7 @@ import tensorflow as tf
 
 import hvd_keras as hvd
 from hvd_keras.runtime import settings
+from hvd_keras.training import step_trials
 from tests.parallel.layers import cases, compare
 
 KINDS = ["layers", "losses", "metrics"]
@@ -141,6 +143,12 @@ class OverNonzeroInStep(OverKnownInStep):
     unknown = 0.0
 
 
+class OverLargeInStep(OverKnownInStep):
+    def total(self, x, y):
+        large = keras.ops.cast(y > 10, "float32")
+        return keras.ops.sum(large * self(x) ** 2) / (keras.ops.sum(large) + 1.0e-6)
+
+
 class OverRowsInItsStep(OverRowsInStep):
     """The model has a step, not its class."""
 
@@ -172,6 +180,16 @@ def test_a_model_of_ones_own_under_strict(kind: type[keras.Model], monkeypatch) 
     finally:
         monkeypatch.undo()
         settings.read.cache_clear()
+
+
+def test_labels_of_each_size_are_tried_on_a_slow_model(monkeypatch) -> None:
+    clock = itertools.count(hvd.rank(), 0.24)  # four trials take a second
+    monkeypatch.setattr(step_trials, "time", types.SimpleNamespace(monotonic=clock.__next__))
+    model = OverLargeInStep()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    model(tf.ones((4, 3)))
+    batch = tf.TensorSpec((None, 3)), tf.TensorSpec((None, 2), tf.int64)
+    assert step_trials.tried(model, batch, hvd.size()).kind == "mixes"
 
 
 @pytest.mark.slow
