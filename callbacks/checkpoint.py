@@ -159,6 +159,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         # An earlier fit may have trained other variables.
         fits_here = not per_rank.differences(found.stored, found.metadata, own)
         if is_complete:
+            fits_here &= not self._other_preprocessing(found)  # the later one may have adapted it
             named = "checkpoint of a later fit"
             fits_here = all(agree.gather_json(named, fits_here, self._hvd_process_set))
         if fits_here or not is_complete:
@@ -383,16 +384,16 @@ class Checkpoint(Callback):  # type: ignore[misc]
         self, found: per_rank.Found, own: list[Any], same_ranks: bool
     ) -> None:
         differences = per_rank.differences(found.stored, found.metadata, own)
-        if self._hvd_process_set.rank() == 0:  # whose layers are in the file
-            then = found.metadata.get("preprocessing", self._preprocessing)
-            differences += preprocessing.differences(then, self._preprocessing)
+        differences += self._other_preprocessing(found)
         if not same_ranks:
             layers = list(self.model._flatten_layers())
             divisible = [*variables.seed_states(layers), *variables.moving_statistics(layers)]
             divisible += variables.accumulators(self.model)
             divisible += own if found.rounds or model_ranks.rounds_of(self.model) else []
             pairs = list(zip(found.stored, own, strict=False))
-            pairs += [(one, None) for one in found.more if one[0].startswith(per_rank.ATTRIBUTE)]
+            attributes = [one for one in found.more if one[0].startswith(per_rank.ATTRIBUTE)]
+            # But the state of a random generator.
+            pairs += [(one, None) for one in attributes if one[2] != "uint32"]
             differences += [
                 f"{path} differs between the {found.metadata['ranks']} ranks of the checkpoint, "
                 f"but now there are {self._hvd_process_set.size()} ranks"
@@ -415,6 +416,11 @@ class Checkpoint(Callback):  # type: ignore[misc]
                 )
 
         agree.on_all_ranks("Checkpoint", check, self._hvd_process_set)
+
+    def _other_preprocessing(self, found: per_rank.Found) -> list[str]:
+        then = found.metadata.get("preprocessing", self._preprocessing)
+        is_first = self._hvd_process_set.rank() == 0  # whose layers are in the file
+        return preprocessing.differences(then, self._preprocessing) if is_first else []
 
     def _save(self, epoch: int, batch: int) -> None:
         """Take the state as it is now; threads write it while training goes on."""

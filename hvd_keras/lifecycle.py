@@ -291,7 +291,8 @@ def _refuse_lost_environment() -> None:
             "hvd.init(comm=[0])."
         )
     launcher, name, count = settings.launched_by_others()
-    if count > 1 and not settings.launched()[0] and not settings.is_launched():
+    # srun may start one such launcher.
+    if count > 1 and settings.launched()[0] in ("", "srun") and not settings.is_launched():
         raise RuntimeError(
             f"hvd.init: {launcher} has started {count} processes ({name}={count}), which would "
             f"train apart, as MPI cannot join them. Start the script with hvdrun -np {count}. If "

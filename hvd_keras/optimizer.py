@@ -62,7 +62,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             if ``TF_USE_LEGACY_KERAS=1`` is set; or a ``tf.compat.v1.train.Optimizer``, whose
             ``compute_gradients`` averages then.
         name: identifies the optimizer on all ranks. Default: its number among those that this
-            process has made.
+            process has used.
         device_dense: the TensorFlow device on which dense gradients are exchanged; default: theirs.
         device_sparse: the same for sparse gradients.
         compression: ``hvd.Compression.fp16`` or ``.bf16`` halve the bytes of float32 gradients.

@@ -158,7 +158,7 @@ def note_tape(sources: Sequence[Any], gradients: Iterable[Any]) -> None:
                 of_tapes.setdefault(part.graph, set()).add(part.name)
     variables = [one for one in sources if hasattr(one, "assign")]
     if variables and rank_info.is_initialized() and rank_info.size() > 1:
-        _of_arrays |= any(tuple(variable.shape) for variable in variables)
+        _of_arrays |= any(getattr(v.shape, "rank", v.shape) not in (0, ()) for v in variables)
         if not (_updates_are_checked or model_ranks.alone.get()):
             _check_at_exit()
         where = _by_script() - _bytes["tape"] if is_eager() else weakref.ref(graph())
@@ -244,6 +244,9 @@ def _averages_itself(optimizer: Any, pairs: list[tuple[Any, Any]]) -> bool:
 #: Whether scripts step on each rank before the first exchange, to create variables.
 first_steps_are_local = False
 
+#: Whether the tape that computes gradients does so for variables, and not an adversarial example.
+of_variables = contextvars.ContextVar("gradients of variables", default=True)
+
 _has_updated = False  # an optimizer or a reducer has had gradients
 synchronized = shards.VariableSet()  # broadcast, or found equal
 reduced = shards.VariableSet()  # a reducer has had their gradients
@@ -303,7 +306,7 @@ def warn_if_averaged(text: str, of_gradient: bool = False) -> None:
 
     ``of_gradient``: a tape computes them now, and so records no more.
     """
-    if of_gradient or not is_eager() or is_recording():
+    if of_variables.get() if of_gradient else not is_eager() or is_recording():
         graphs = [graph()]
         while (of_gradient or is_recording()) and getattr(graphs[-1], "outer_graph", None):
             graphs.append(graphs[-1].outer_graph)

@@ -108,7 +108,9 @@ class GradientReducer(Named):
         are_reduced = self.optimizer is not None and origin.were_exchanged(
             gradients, variables, self.name, self.process_set
         )
-        if self.options.op is ops.Average and not are_reduced:
+        if self.options.op is not ops.Average:
+            missing_calls.unaveraged.clear()
+        elif not are_reduced:
             missing_calls.check_average()
         if are_reduced and not self.is_sharded:
             return Step(self, None, gradients, variables, divided=divided)

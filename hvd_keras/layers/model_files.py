@@ -266,7 +266,8 @@ def _write(
     if not with_optimizer:
         config = _rewritten({**config, "compile_config": None}, _as_plain)
         metadata["hvd_keras"] = {"divided": len(divided)}
-        visited = {*map(id, model_ranks.optimizers_of(model, within=True))}
+        every = model_ranks.optimizers_of(model, within=True)
+        visited = {id(model.optimizer), *(id(one) for one in every if model_ranks.is_sharded(one))}
     weights = path.with_name(_WEIGHTS)
     # In its place each table writes two numbers: one that occurs nowhere else, and its own.
     token = secrets.randbits(62)

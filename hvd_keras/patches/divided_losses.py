@@ -35,7 +35,8 @@ def of_step(loss: Any, value: Any, y_pred: Any, ranks: int) -> Any:
         found = set() if hasattr(upstream, "numpy") else set(_divisors(upstream, None, 1.0))
         large = [one for one in found if one and one > fit_state.FEW]
         is_sum = None not in found and bool(large) and not any(map(may_be_rows, large))
-        if (is_sum or _is_one(upstream)) and getattr(rows, "shape", None) and rows.shape[0] != 1:
+        has_rows = len(getattr(rows, "shape", ())) > 0 and rows.shape[0] != 1
+        if (is_sum or _is_one(upstream)) and has_rows:
             missing_calls.warn_if_averaged(
                 f"the loss {name_of(loss)}, which adds up rows, is used as a sum, and the "
                 "ranks' gradients are averaged, so they are smaller than those of one process. "

@@ -67,8 +67,7 @@ class _Recorder:
         # The launcher ends the others like this when a rank has failed. Later handlers win.
         self._at_start = signal.getsignal(signal.SIGTERM)
         faulthandler.register(signal.SIGTERM, self._stacks, chain=True)
-        forget = functools.partial(faulthandler.unregister, signal.SIGTERM)
-        os.register_at_fork(after_in_child=forget)  # a worker that is terminated is no rank
+        os.register_at_fork(after_in_child=self._forget)
         if self._is_handler or not faulthandler.is_enabled():
             _Recorder._is_handler = True
             faulthandler.enable(self._stacks)
@@ -82,6 +81,11 @@ class _Recorder:
                 self._calls = mmap.mmap(file.fileno(), FILE_BYTES)
         self._listener = threading.Thread(target=self._listen, name="hvd_postmortem", daemon=True)
         self._listener.start()
+
+    def _forget(self) -> None:
+        """Leave no stacks of a forked process, which is no rank; keep a handler of the script."""
+        if signal.getsignal(signal.SIGTERM) == self._at_start:
+            faulthandler.unregister(signal.SIGTERM)
 
     def _write(self, line: str) -> None:
         self._stacks.write(line.encode() + b"\n")

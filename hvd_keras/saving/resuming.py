@@ -123,7 +123,7 @@ def kept_of(attributes: dict[str, Any], process_set: ProcessSet) -> list[Kept]:
         if value.dtype.kind not in "OSU"  # texts
     }
     every = agree.gather_if_different("checkpoint attributes", mine, process_set) or [mine]
-    common = [n for n in mine if all(theirs.get(n) == mine[n] for theirs in every)]
+    common = [n for n in sorted(mine) if all(theirs.get(n) == mine[n] for theirs in every)]
     if (left_out := sorted(values.keys() - set(common))) and process_set.rank() == 0:
         log.warn_once(
             f"Checkpoint does not save {', '.join(left_out)}: a tf.Variable of texts, or one that "

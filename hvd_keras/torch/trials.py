@@ -81,7 +81,8 @@ def _passes(counts: set[int], ranks: int, node: Any, name: str) -> bool:
     if not name.startswith(_SCALING):
         return name.startswith(_PASSING)
     number = _divisor(node, name)
-    return number is not None and not any(may_be_number_of_rows(ranks, number, n) for n in counts)
+    may_be_rows = [may_be_number_of_rows(ranks, number or 0.0, n) for n in counts]
+    return number is not None and bool(counts) and not any(may_be_rows)
 
 
 def _divisor(node: Any, name: str) -> float | None:
@@ -125,7 +126,7 @@ def _kind(
         rows = torch.as_tensor(np.concatenate(parts))
 
         def part(tensor: Any) -> Any:
-            is_of_rows = torch.is_tensor(tensor) and tensor.dim()
+            is_of_rows = torch.is_tensor(tensor) and tensor.dim() and len(tensor) in counts
             return tensor[rows.to(tensor.device)] if is_of_rows else tensor
 
         losses.append(halves.of_losses(model, keras.tree.map_structure(part, data)))

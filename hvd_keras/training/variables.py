@@ -2,8 +2,8 @@
 
 import collections
 import contextlib
+import dis
 import importlib
-import inspect
 import random
 import types
 import weakref
@@ -78,15 +78,16 @@ def unlisted(layers: Iterable[Any], generators: bool = False) -> dict[str, Any]:
     )
     while left:
         name, value = left.popleft()
-        number = shards.variable_id(value)
+        is_variable = _is_variable(value)
+        number = shards.variable_id(value) if is_variable else id(value)
         if number in seen:
             continue
         seen.add(number)
-        if isinstance(value, Variable) or (hasattr(value, "handle") and hasattr(value, "assign")):
+        if not is_variable:
+            left += [(name + part, one) for part, one in _within(value, generators)]
+        elif shards.of(value) is None:
             counted[name] += 1
             found[f"{name}, {counted[name]}" if counted[name] > 1 else name] = value
-        else:
-            left += [(name + part, one) for part, one in _within(value, generators)]
     return found
 
 
@@ -95,24 +96,46 @@ _FRAMEWORKS = {"hvd_keras", "keras", "numpy", "tensorflow", "torch"}
 _HOLDERS = {"ExponentialMovingAverage", "Module"}
 
 
+def _is_variable(value: Any) -> bool:
+    # By the class: objects may answer to any name, or import something.
+    kind = type(value)
+    is_of_tensorflow = hasattr(kind, "handle") and hasattr(kind, "assign")
+    return issubclass(kind, Variable or ()) or is_of_tensorflow
+
+
 def _within(value: Any, generators: bool) -> Iterable[tuple[str, Any]]:
     """Return what may be or have a variable in an object, with the rest of its name."""
-    if isinstance(value, (list, tuple, Mapping)):
-        parts = list(value.values() if isinstance(value, Mapping) else value)
-        if len(parts) > 99 and isinstance(parts[0], (str, int, float)):  # a vocabulary
-            return []
-        return [(f"[{number}]", one) for number, one in enumerate(parts)]
-    kinds = type, types.ModuleType, keras.layers.Layer, keras.metrics.Metric
-    home = str(getattr(value, "__module__", "")).partition(".")[0]
-    is_holder = isinstance(value, optimizer_classes) or type(value).__name__ in _HOLDERS
-    is_holder |= generators and isinstance(value, keras.random.SeedGenerator)
-    if isinstance(value, kinds) or (home in _FRAMEWORKS and not is_holder):
+    kind = type(value)
+    if issubclass(kind, (type, types.ModuleType)):
         return []
-    if isinstance(value, types.FunctionType):
-        with contextlib.suppress(ValueError):  # a variable outside has no value yet
-            outside = inspect.getclosurevars(value)
-            return _named({**outside.nonlocals, **outside.globals})
-    return _named(getattr(value, "__dict__", {}))
+    if isinstance(value, (list, tuple, dict)):
+        parts = list(value.values() if isinstance(value, dict) else value)
+        if len(parts) > 99:  # rows, or words
+            parts = list(filter(_is_variable, parts))
+        return [(f"[{number}]", one) for number, one in enumerate(parts)]
+    if kind is types.FunctionType:
+        return _outside(value)
+    home = kind.__module__.partition(".")[0]
+    is_holder = isinstance(value, optimizer_classes) or kind.__name__ in _HOLDERS
+    is_holder |= generators and isinstance(value, keras.random.SeedGenerator)
+    is_listed = isinstance(value, (keras.layers.Layer, keras.metrics.Metric))
+    if is_listed or (home in _FRAMEWORKS and not is_holder):
+        return []
+    with contextlib.suppress(AttributeError):
+        return _named(object.__getattribute__(value, "__dict__"))
+    return []
+
+
+def _outside(function: types.FunctionType) -> Iterable[tuple[str, Any]]:
+    """Return what a function takes from those around it, and which global variables it reads."""
+    names = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    for name, cell in names:
+        with contextlib.suppress(ValueError):  # it has no value yet
+            yield f".{name}", cell.cell_contents
+    for instruction in dis.get_instructions(function):
+        value = function.__globals__.get(str(instruction.argval))
+        if instruction.opname == "LOAD_GLOBAL" and _is_variable(value):
+            yield f".{instruction.argval}", value
 
 
 def _named(attributes: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
@@ -123,17 +146,21 @@ def _named(attributes: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
 def tell_unsaved(model: Any, saved: list[Any], process_set: ProcessSet) -> None:
     """Warn, on the first rank, of variables that the traced step uses and a checkpoint lacks."""
     # Keras's function of an iterator calls traced ones.
-    cells = getattr(getattr(model, "train_function", None), "__closure__", None) or ()
-    lists = [getattr(c.cell_contents, "_list_all_concrete_functions", list) for c in cells]
-    used = [v for traces in lists for trace in traces() for v in trace.graph.variables]
+    function: Any = getattr(model, "train_function", None)
+    used: list[Any] = []
+    around = [one for _, one in _outside(function)] if hasattr(function, "__closure__") else []
+    for one in (function, *around):
+        for trace in getattr(one, "_list_all_concrete_functions", list)():
+            with contextlib.suppress(AssertionError):  # one that it has used is gone
+                used += trace.graph.variables
     own = [*saved, *(v for metric in model.metrics for v in metric.variables)]
     known = {shards.variable_id(v) for v in own + global_seed_states()}
     names = sorted({v.name for v in used if shards.variable_id(v) not in known})
     if names and process_set.rank() == 0:
         log.warn_once(
             f"Checkpoint does not save {', '.join(names[:5])}{' …' * (len(names) > 5)}, which the "
-            "training step uses. If training changes it, keep it in an attribute of the model, a "
-            "layer, the loss or the optimizer."
+            "training step uses. If training changes it, keep it, or the layer that it is of, in "
+            "an attribute of the model or of a layer."
         )
 
 
