@@ -303,6 +303,11 @@ def test_validation_in_an_unknown_number_of_steps_warns(warned) -> None:
     assert sum("validate in different numbers" in text for text in warned) == (RANK == 0)
 
 
+class Square(losses.Loss):
+    def call(self, y_true, y_pred):
+        return (y_true - y_pred) ** 2
+
+
 LOOPS = [
     *("masked", "masked in a function", "summed", "summed by Keras's step"),
     *("without a mask", "of all rows"),
@@ -325,8 +330,17 @@ def test_a_custom_loop_with_a_masked_or_summed_loss_warns(kind: str, eager: bool
     total = tf.function(total) if kind == "masked in a function" else total
 
     def step(x, y):
+        if kind == "without a mask":  # an adversarial example trains nothing
+            with tf.GradientTape() as tape:
+                change = tf.zeros_like(y)
+                tape.watch(change)
+                loss = losses.MeanSquaredError(reduction="sum")(y, y + change)
+            tape.gradient(loss, change)
         with tf.GradientTape() as tape:
             loss = total(x, y)
+            if kind == "without a mask":  # a critic of the mean
+                critic = tf.reduce_mean(model(x, training=True))
+                loss += Square(reduction="sum")(0.0, critic)
         optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
 
     if kind == "summed by Keras's step":
