@@ -6,8 +6,7 @@ their first step. Broadcasting, restoring checkpoints and seeding need them earl
 
 import contextlib
 import contextvars
-import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -150,9 +149,18 @@ function_class: Any = type(tf.function(lambda: None))
 _clone_of: contextvars.ContextVar[Any] = contextvars.ContextVar("clone of a function", default=None)
 
 
-def _cloning() -> Callable[[Any], Any]:
-    """What returns the same clone of a ``tf.function`` each time, which has traced nothing."""
-    return functools.cache(lambda function: function._clone(None))
+class _Clones:
+    """Returns the same clone of a ``tf.function`` each time, which has traced nothing.
+
+    The function keeps it, as those of a method for each instance, so that both are forgotten if
+    each step makes the function anew, and the clone with this object.
+    """
+
+    def __call__(self, function: Any) -> Any:
+        kept = function._descriptor_cache
+        if self not in kept:
+            kept[self] = function._clone(None)
+        return kept[self]
 
 
 def with_clones(model: Any, kind: Any) -> AbstractContextManager[None]:
@@ -163,7 +171,7 @@ def with_clones(model: Any, kind: Any) -> AbstractContextManager[None]:
     if agree.is_building.get():  # which forgets them
         return contextlib.nullcontext()
     clones = vars(model).setdefault("_hvd_clones", {})
-    return agree.within(_clone_of, clones.setdefault(kind, _cloning()))
+    return agree.within(_clone_of, clones.setdefault(kind, _Clones()))
 
 
 def call_function(call: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -180,7 +188,7 @@ def _building() -> Iterator[None]:
 
     It would run that in the training, too, where gradients are exchanged.
     """
-    with agree.within(agree.is_building, True), agree.within(_clone_of, _cloning()):
+    with agree.within(agree.is_building, True), agree.within(_clone_of, _Clones()):
         yield
 
 

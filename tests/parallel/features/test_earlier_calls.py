@@ -1,6 +1,8 @@
 """What a script has called before changes neither what ``fit`` computes nor what it tells."""
 
 import functools
+import gc
+import weakref
 
 import keras
 import numpy as np
@@ -218,6 +220,23 @@ def test_training_and_validation_trace_a_function_apart() -> None:
 
     for one, other in zip(trained(True), trained(False), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+def test_a_function_that_is_made_in_each_eager_step_is_forgotten() -> None:
+    made = []
+
+    class Anew(training.OwnStep):
+        def loss_of(self, x, y):
+            squares = tf.function(lambda y_pred: (y - y_pred) ** 2)
+            made.append(weakref.ref(squares))
+            return tf.reduce_mean(squares(self(x)))
+
+    model = Anew([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(sgd()), run_eagerly=True)
+    model.fit(X, Y, 4, callbacks=[BROADCAST(0)], **ALIKE)
+    gc.collect()
+    assert len(made) > 1
+    assert not any(function() for function in made)
 
 
 def test_one_rank_evaluates_at_the_end_of_a_validation() -> None:
