@@ -318,9 +318,12 @@ class _Walk:
             return self._of_variable(op.inputs[0], depth, tensor.shape.rank == 0)
         if op.type in _FUNCTIONS and (found := self._of_functions(tensor, depth)):
             return found
-        # Rows of a sparse gradient are added up by their ids.
-        inputs = op.inputs[:1] if op.type == "UnsortedSegmentSum" else op.inputs
-        kinds = [self._kind(one, depth) for one in inputs if one.dtype != tf.resource]
+        inputs = [one for one in op.inputs if one.dtype != tf.resource]
+        if op.type == "UnsortedSegmentSum":
+            # Rows of a sparse gradient are added up by their ids.
+            is_gradient = self._kind(inputs[0], depth) in ("gradient", "exchanged")
+            inputs = inputs[:1] if is_gradient else inputs
+        kinds = [self._kind(one, depth) for one in inputs]
         if "changed" in kinds:
             return "changed"
         if "gradient" not in kinds:

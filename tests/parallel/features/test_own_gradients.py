@@ -277,6 +277,12 @@ LOOPS_WRONG = {
     "added in the next pass, clipped": lambda own: in_function(
         lambda: own.apply(own.added_later(own.rows))
     ),
+    "scaled by counts of its ids": lambda own: in_function(
+        lambda ids: own.apply(
+            own.gradient(own.rows) * tf.math.unsorted_segment_sum(tf.ones([3]), ids, 6)
+        ),
+        tf.constant([RANK, 4, 4]),
+    ),
     "a branch by rows": lambda own: in_function(
         lambda rows: own.apply(
             tf.cond(rows[0, 0] > 0, lambda: own.gradient(rows), lambda: tf.zeros([6]))
