@@ -73,17 +73,18 @@ _of_others = shards.VariableSet()
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def record(gradient: Any, tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``tf.GradientTape.gradient``: remember what it returns."""
-    result = gradient(tape, target, sources, *args, **kwargs)
+    has_variables = any(hasattr(one, "assign") for one in tf.nest.flatten(sources))
+    with agree.within(missing_calls.of_variables, has_variables):
+        result = gradient(tape, target, sources, *args, **kwargs)
     if (tried := targets.get()) is not None:
-        is_of_weights = any(hasattr(one, "assign") for one in tf.nest.flatten(sources))
-        tried.extend(tf.nest.flatten(target) if is_of_weights else ())
+        tried.extend(tf.nest.flatten(target) if has_variables else ())
         return result
     sources, results = tf.nest.flatten(sources), tf.nest.flatten(result)
     missing_calls.note_tape(sources, results)
     shapes = [one.shape for one in tf.nest.flatten(target) if tf.is_tensor(one)]
     has_rows = any(shape.rank and _may_be_rows(shape[0]) for shape in shapes)
     has_rows &= not args and kwargs.get("output_gradients") is None
-    if has_rows and not has_compiled_loss.get() and any(hasattr(one, "assign") for one in sources):
+    if has_rows and not has_compiled_loss.get() and has_variables:
         missing_calls.warn_if_averaged(
             "a tape gets a loss for each row, of which the gradient is that of their sum, and the "
             "ranks' gradients are averaged, so they are smaller than those of one process. Take "

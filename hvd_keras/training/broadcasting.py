@@ -174,7 +174,7 @@ def with_clones(model: Any, kind: Any) -> AbstractContextManager[None]:
     return agree.within(_clone_of, clones.setdefault(kind, _Clones()))
 
 
-def call_function(call: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+def call_function(call: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Replace the ``__call__`` of what ``tf.function`` returns."""
     clone = _clone_of.get()
     # Those of files, of a derived class, have been traced.

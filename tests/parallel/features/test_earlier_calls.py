@@ -220,6 +220,8 @@ def test_training_and_validation_trace_a_function_apart() -> None:
 
     for one, other in zip(trained(True), trained(False), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5)
+    # A script's parameters may have any names.
+    assert int(tf.function(lambda call, function: call + function)(call=1, function=2)) == 3
 
 
 def test_a_function_that_is_made_in_each_eager_step_is_forgotten() -> None:
