@@ -266,8 +266,8 @@ def _write(
     if not with_optimizer:
         config = _rewritten({**config, "compile_config": None}, _as_plain)
         metadata["hvd_keras"] = {"divided": len(divided)}
-        every = model_ranks.optimizers_of(model, within=True)
-        visited = {id(model.optimizer), *(id(one) for one in every if model_ranks.is_sharded(one))}
+        every = filter(model_ranks.is_sharded, model_ranks.optimizers_of(model, within=True))
+        visited = {id(getattr(model, "optimizer", None)), *map(id, every)}
     weights = path.with_name(_WEIGHTS)
     # In its place each table writes two numbers: one that occurs nowhere else, and its own.
     token = secrets.randbits(62)
