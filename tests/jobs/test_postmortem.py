@@ -20,8 +20,8 @@ hvd.remove_process_set(hvd.add_process_set([1]))  # is no rank that leaves
 for step in range(250):
     hvd.allreduce(np.full(1, 1 + hvd.rank(), "float32"), name=f"step {step}")
 if hvd.rank() == 1:
-    with multiprocessing.get_context("fork").Pool(1):  # whose worker is terminated
-        pass
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        pool.apply(int)  # its worker has begun, and is terminated
     os.kill(os.getpid(), signal.SIGKILL)
 hvd.broadcast(np.ones(3), 0, name="last")
 """
