@@ -67,7 +67,6 @@ class _Recorder:
         # The launcher ends the others like this when a rank has failed. Later handlers win.
         self._at_start = signal.getsignal(signal.SIGTERM)
         faulthandler.register(signal.SIGTERM, self._stacks, chain=True)
-        os.register_at_fork(after_in_child=self._forget)
         if self._is_handler or not faulthandler.is_enabled():
             _Recorder._is_handler = True
             faulthandler.enable(self._stacks)
@@ -82,7 +81,7 @@ class _Recorder:
         self._listener = threading.Thread(target=self._listen, name="hvd_postmortem", daemon=True)
         self._listener.start()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Leave no stacks of a forked process, which is no rank; keep a handler of the script."""
         if signal.getsignal(signal.SIGTERM) == self._at_start:
             faulthandler.unregister(signal.SIGTERM)
@@ -162,6 +161,14 @@ class _Recorder:
 
 
 _recorder: _Recorder | None = None
+
+
+def _forget() -> None:
+    if _recorder is not None:
+        _recorder.forget()
+
+
+os.register_at_fork(after_in_child=_forget)  # once, however often a process joins jobs
 
 
 def start() -> None:
