@@ -1,6 +1,7 @@
 """Options of compile and fit: N ranks train as one process does."""
 
 import collections
+import os
 import pathlib
 import re
 import sys
@@ -236,7 +237,7 @@ def test_a_strategy_of_tensorflow_is_refused() -> None:
 
 @pytest.mark.ranks(2)
 def test_the_way_of_a_gradient_is_the_documented_one() -> None:
-    home = pathlib.Path(hvd.__file__).parent
+    home = str(pathlib.Path(hvd.__file__).parent) + os.sep
     shape = (7, 5)  # of the gradient that is followed
     files, returns = [], 0
 
@@ -247,8 +248,8 @@ def test_the_way_of_a_gradient_is_the_documented_one() -> None:
 
     def follow(frame, event, _) -> None:
         nonlocal returns
-        path = pathlib.Path(frame.f_code.co_filename)
-        if event != "call" or home not in path.parents or frame.f_code.co_name[0] == "<":
+        path = frame.f_code.co_filename
+        if event != "call" or not path.startswith(home) or frame.f_code.co_name[0] == "<":
             return
         begins = frame.f_code.co_name == "_apply"  # before, the weights are broadcast
         if (files or begins) and any(map(has_it, list(frame.f_locals.values()))):
@@ -256,9 +257,9 @@ def test_the_way_of_a_gradient_is_the_documented_one() -> None:
                 files.append(path)
             stack, outer = [], frame.f_back
             while outer:
-                stack.append(pathlib.Path(outer.f_code.co_filename))
+                stack.append(outer.f_code.co_filename)
                 outer = outer.f_back
-            ours = [one for one in stack if home in one.parents]
+            ours = [one for one in stack if one.startswith(home)]
             returns += path in ours and path != ours[0]  # it had left this file
 
     model = keras.Sequential([keras.Input((7,)), keras.layers.Dense(5)])
@@ -270,8 +271,8 @@ def test_the_way_of_a_gradient_is_the_documented_one() -> None:
         model.fit(x, y, batch_size=8, verbose=0, callbacks=[broadcast])
     finally:
         sys.setprofile(None)
-    text = (home.parent / "docs" / "architecture.md").read_text()
+    text = pathlib.Path(home, "..", "docs", "architecture.md").read_text()
     shown = re.findall(r"^ +\d+  hvd_keras/(\S+)", text, re.MULTILINE)
-    assert [str(path.relative_to(home)) for path in files] == shown
+    assert [path.removeprefix(home) for path in files] == shown
     assert len(files) <= 9
     assert returns <= 2
