@@ -119,8 +119,7 @@ class ObjectState:
         """Take over the last commit; return on every rank whether one exists."""
         folder = self._folder()
         # After a restart rank 0 may be on another host than the rank 0 that has committed.
-        names = [path.name for path in storage.files(folder)] if folder else []
-        gathered = agree.gather_json("commits", max(names, default=""))
+        gathered = agree.gather_json("commits", storage.newest(folder) if folder else [])
         if not any(gathered):
             return False
         root, found = gathered.index(max(gathered)), None

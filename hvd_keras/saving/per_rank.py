@@ -138,18 +138,22 @@ def find(
 
 def _refuse_newer_ones(directory: pathlib.Path, process_set: ProcessSet) -> None:
     """Refuse to begin if the newest checkpoint is on another host's disk than the first rank's."""
-    found: list[pathlib.Path] = []
+    position: list[int] = []
     with contextlib.suppress(OSError):  # which only the first rank needs
-        found = storage.files(directory)
-    mine = [found[0].name if found else "", socket.gethostname()]
+        position = storage.newest(directory)
+    mine = position, socket.gethostname()
     gathered = agree.gather_json("newest checkpoint", mine, process_set)
-    (name, host), of_leader = max(gathered, key=lambda one: one[0]), gathered[0]
-    if name > of_leader[0]:
+    (found, host), (of_leader, its_host) = max(gathered, key=lambda one: one[0]), gathered[0]
+    if found > of_leader:
+        name, its_name = (
+            storage.path_of(directory, *one).name if one else "none" for one in (found, of_leader)
+        )
+        rank = process_set.ranks[gathered.index([found, host])]
         raise RuntimeError(
-            f"Checkpoint: rank {process_set.ranks[gathered.index([name, host])]} on {host} has "
-            f"{name} in {directory}, but rank {process_set.ranks[0]}, which reads, is on "
-            f"{of_leader[1]} and has {of_leader[0] or 'none'}. Use a folder that all hosts share, "
-            "or copy the checkpoints there. To train from scratch, pass restore=False."
+            f"Checkpoint: rank {rank} on {host} has {name} in {directory}, but rank "
+            f"{process_set.ranks[0]}, which reads, is on {its_host} and has {its_name}. Use a "
+            "folder that all hosts share, or copy the checkpoints there. If those of the other "
+            "host are old, delete them. To train from scratch, pass restore=False."
         )
 
 

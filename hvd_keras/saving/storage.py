@@ -81,6 +81,11 @@ def _position(path: pathlib.Path) -> tuple[int, ...]:
     return tuple(map(int, match.groups()))
 
 
+def newest(directory: pathlib.Path) -> list[int]:
+    """Return the epoch and the batch of the most advanced checkpoint; [] without one."""
+    return [*_position(found[0])] if (found := files(directory)) else []
+
+
 def remove_unfinished(directory: pathlib.Path) -> None:
     """Remove what killed writers have left. No other writer may use the directory."""
     if directory.exists():

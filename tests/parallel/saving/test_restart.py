@@ -179,9 +179,15 @@ def test_a_restart_says_where_it_continues(directory, capfd) -> None:
     )
     assert (f"hvd_keras: {place} {EPOCHS}" in capfd.readouterr().err) == (RANK == 0)
     # As if rank 0 were on another host now, which has a disk of its own.
-    disk = directory if RANK else directory / "none"
-    text = rf"rank 1 on .* has checkpoint-0000{EPOCHS}-0000000.h5 in .* rank 0, .* has none"
-    with pytest.raises(RuntimeError, match=text):
+    disk = directory if RANK else directory / "another"
+    text = "rank 1 on .* has {} in .* rank 0, .* has {}"
+    found = text.format(f"checkpoint-0000{EPOCHS}-0000000.h5", "none")
+    with pytest.raises(RuntimeError, match=found):
+        train(build(adam), hvd.callbacks.Checkpoint(disk))
+    disk.mkdir(exist_ok=True)
+    storage.path_of(disk, 100_000 if RANK else 99_999, 0).touch()
+    found = text.format("checkpoint-100000-0000000.h5", "checkpoint-99999-0000000.h5")
+    with pytest.raises(RuntimeError, match=found):
         train(build(adam), hvd.callbacks.Checkpoint(disk))
 
 
