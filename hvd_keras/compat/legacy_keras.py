@@ -118,7 +118,6 @@ class Reducer(reducer.GradientReducer):
         own = type(self.optimizer).apply_gradients
         return own(self.optimizer, pairs, name=name, experimental_aggregate_gradients=False)
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def _accumulate(
         self, gradients: Sequence[Any], variables: Sequence[Any], name: str | None
     ) -> Any:

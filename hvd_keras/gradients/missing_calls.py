@@ -24,7 +24,6 @@ from hvd_keras.runtime.keras import (
     is_recording,
     optimizer_classes,
     outside_graphs,
-    unconverted,
     values_of,
 )
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
@@ -83,7 +82,6 @@ def apply_pairs(method: Any, optimizer: Any, grads_and_vars: Any, *args: Any, **
     return method(optimizer, pairs, *args, **kwargs)
 
 
-@unconverted  # type: ignore[untyped-decorator]
 def check_update(optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
     """Raise a RuntimeError if an optimizer, not distributed, applies gradients of this rank alone.
 

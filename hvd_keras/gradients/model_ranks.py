@@ -4,6 +4,7 @@ Callbacks and patches of Keras ask here. The answers come from the reducer in th
 attribute ``_hvd_reducer`` of the model's optimizers.
 """
 
+import contextlib
 import contextvars
 import weakref
 from collections.abc import Iterable, Iterator
@@ -222,7 +223,8 @@ def forget_local(model: Any) -> None:
     """Let those variables of a model be local that its distributed optimizers keep so."""
     mine: list[Any] = _reducers(optimizers_of(model, within=True))
     if mine:  # and not a tape in its step
-        local_variables.discard(*model.variables)
+        with contextlib.suppress(ValueError):  # a model of tf_keras that has none yet
+            local_variables.discard(*model.variables)
     for reducer in mine:
         if (reducer.rounds or reducer).process_set.size() > 1:
             local_variables.add(*getattr(reducer, "local", {}).values())

@@ -70,7 +70,6 @@ _clipped: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 _of_others = shards.VariableSet()
 
 
-@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def record(gradient: Any, tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``tf.GradientTape.gradient``: remember what it returns."""
     has_variables = any(hasattr(one, "assign") for one in tf.nest.flatten(sources))
@@ -111,7 +110,6 @@ def _may_be_rows(number: int | None) -> bool:
     return not rows or bool(rows[0] and number % rows[0] == 0)
 
 
-@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def record_graph(gradients: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``tf.gradients``: remember what it returns."""
     result = gradients(*args, **kwargs)
@@ -119,7 +117,6 @@ def record_graph(gradients: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def record_clip(clip: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``tf.clip_by_value`` and the like: remember what they return."""
     result = clip(*args, **kwargs)
@@ -136,7 +133,6 @@ def record_clip(clip: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def forget(sources: Iterable[Any]) -> None:
     """Forget what a tape has returned in eager code, which was exchanged or applied."""
     for source in sources:
@@ -144,7 +140,6 @@ def forget(sources: Iterable[Any]) -> None:
             kept[_SUM] = None
 
 
-@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def check(
     name: str,
     gradients: Sequence[Any],
@@ -214,7 +209,6 @@ def _tell(what: str, where: str, process_set: ProcessSet, advice: str = "") -> N
     )
 
 
-@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def note_exchange(
     gradients: Sequence[Any], sources: Sequence[Any], process_set: ProcessSet
 ) -> None:
@@ -231,7 +225,6 @@ def note_exchange(
             missing_calls.of_distributed[process_set.id()].add(source)
 
 
-@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def were_exchanged(
     gradients: Sequence[Any], variables: Sequence[Any], name: str, process_set: ProcessSet
 ) -> bool:

@@ -90,7 +90,6 @@ class GradientReducer(Named):
         return reduced
 
     # A script's tf.function would convert this code and what it calls, and convert it wrongly.
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def begin(
         self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[Any] = ()
     ) -> "Step":
@@ -242,7 +241,6 @@ class Step:
             kept = enumerate(self._updated)
             self.local = {k for k, i in kept if i not in divided and i not in self._position}
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def finish(self) -> list[Any]:
         """All gradients, exchanged, in the order given."""
         reduced = self.exchange([self.gradients[i] for i in self._updated])
@@ -250,7 +248,6 @@ class Step:
             self.gradients[i] = gradient
         return self.gradients
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def exchange(self, gradients: Sequence[Any]) -> list[Any]:
         """Exchange what the optimizer has made of the gradients of ``updated``, in their order."""
         self.exchanged, gradients = True, list(gradients)
@@ -441,7 +438,6 @@ class KerasReducer(GradientReducer):
             raise self._not_exchanged("its apply_gradients does not call apply")
         return result
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def _apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """Replace ``Optimizer.apply``, which every step calls."""
         keras_apply = type(self.optimizer).apply

@@ -196,7 +196,6 @@ class ShardedReducer(reducer.KerasReducer):
             )
         super().register_local(variable)
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def begin(
         self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[Any] = ()
     ) -> Any:
@@ -343,7 +342,6 @@ class ShardedReducer(reducer.KerasReducer):
         held = [variable for variable in variables if self._holds(variable)]
         type(self.optimizer)._apply_weight_decay(self.optimizer, held)
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def _update(self, gradients: Sequence[Any], variables: Sequence[Any], rate: Any) -> None:
         held = [i for i, variable in enumerate(variables) if self._holds(variable)]
         type(self.optimizer)._backend_update_step(

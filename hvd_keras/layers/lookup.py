@@ -38,7 +38,6 @@ class Table:
 
 
 # A script's tf.function would convert this code, and convert it wrongly.
-@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def lookup(
     name: str, tables: Sequence[Table], ids: Sequence[Any], process_set: ProcessSet | None
 ) -> list[tf.Tensor]:

@@ -10,8 +10,6 @@ All calls raise ``tf.errors.AbortedError`` if a rank has left the job, and
 This package does not know Keras.
 """
 
-import types
-
 from hvd_keras.runtime import settings
 
 if settings.keras_backend() != "tensorflow":
@@ -42,8 +40,3 @@ from hvd_keras.runtime.reductions import Min as Min
 from hvd_keras.runtime.reductions import Product as Product
 from hvd_keras.runtime.reductions import ReduceOp as ReduceOp
 from hvd_keras.runtime.reductions import Sum as Sum
-
-for _value in list(globals().values()):
-    if isinstance(_value, types.FunctionType):
-        # AutoGraph takes what has this for converted; its conversion takes a second.
-        vars(_value)["autograph_info__"] = None

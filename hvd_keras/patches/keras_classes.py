@@ -197,7 +197,6 @@ def update_rows(
     table.scatter_sub(tf.IndexedSlices(step, rows))
 
 
-@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def apply_scaled(
     apply: Callable[..., None], scaled: Any, grads: Sequence[Any], trainable_variables: Any = None
 ) -> None:

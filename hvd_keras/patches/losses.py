@@ -23,7 +23,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.autograph.core import ag_ctx
 
 from hvd_keras import ops
 from hvd_keras.gradients import agreement, missing_calls, model_ranks, origin, shards, specs
@@ -117,7 +116,6 @@ def weighed(
     outside = itertools.count(1)  # numbers of steps outside of fit
 
     @functools.wraps(one_step)
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def step(*args: Any, **kwargs: Any) -> Any:
         trains = method == "train_step" and not agree.is_building.get()
         counts = trains and model in fit_state.counting_rows
@@ -152,12 +150,12 @@ def weighed(
                 of_all = functools.partial(_compute_loss, own, model.compute_loss)
                 stack.enter_context(replaced(model, "compute_loss", of_all))
             _leave_unweighed(stack, model.metrics)
-            stack.enter_context(_converted())
             result = one_step(*args, **kwargs)
         if counts:
             _tell_what_counts_by_rank(own)
         return result
 
+    step.__module__ = __name__  # where AutoGraph leaves it alone
     step._hvd_alone = one_step  # type: ignore[attr-defined]
     return replaced(model, method, step)
 
@@ -185,12 +183,6 @@ def _compute_loss(own: Weighing, compute_loss: Any, *args: Any, **kwargs: Any) -
 
 def _has_rows(one: Any) -> bool:
     return isinstance(one, (tf.Tensor, tf.RaggedTensor)) and one.shape.rank != 0
-
-
-def _converted() -> AbstractContextManager[None]:
-    """Let tf_keras convert the script's code by AutoGraph, as outside of ours."""
-    unspecified = ag_ctx.ControlStatusCtx(ag_ctx.Status.UNSPECIFIED)
-    return unspecified if is_legacy else contextlib.nullcontext()
 
 
 def _update_compiled(
@@ -292,7 +284,6 @@ def _of_all_rows(own: Weighing, regularizer: Any, output: Any) -> Any:
     return own.together(of_all, lambda: regularizer(output))
 
 
-@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
     """Replace ``keras.losses.Loss.__call__``, which every loss and every output calls."""
     if (trial := halves.trial.get()) is not None:
@@ -305,8 +296,7 @@ def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
     own = weighing.get()
     is_loop = rank_info.is_initialized() and rank_info.size() > 1 and not model_ranks.alone.get()
     if (own is None and (not is_loop or missing_calls.in_fit.get())) or agree.is_building.get():
-        with _converted():
-            return loss_call(loss, y_true, y_pred, sample_weight)
+        return loss_call(loss, y_true, y_pred, sample_weight)
     arguments = y_true, y_pred, sample_weight
     kind = row_trials.kind_of(loss, y_true, y_pred)
     is_weighted = sample_weight is not None or bool(divisors(loss, None, y_pred, None))
@@ -323,7 +313,7 @@ def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
         own.by_steps = None
 
     def alone(*given: Any) -> Any:
-        with agree.within(weighing, None), _converted():  # a loss may compute others
+        with agree.within(weighing, None):  # a loss may compute others
             return loss_call(*given)
 
     if own is None or not is_of_all:
@@ -444,7 +434,6 @@ def _weigh(
     return _with_gradient_of(size * tf.cast(entries, value.dtype) * value, logged)
 
 
-@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def update(
     update_alone: Any, metric: Any, y_true: Any, y_pred: Any, sample_weight: Any = None
 ) -> Any:

@@ -26,8 +26,6 @@ is_eager: Any = lambda: True  # noqa: E731
 graph: Any = lambda: None  # noqa: E731
 #: Whether something records what eager code computes, to take gradients.
 is_recording: Any = lambda: True  # noqa: E731
-#: Decorates a function of which a framework must not make another one.
-unconverted: Any = lambda function: function  # noqa: E731
 #: Returns the array that a variable has now, even if it changes later.
 snapshot: Any = np.array
 #: Lets an optimizer change variables so that a snapshot costs no copy.
@@ -66,12 +64,15 @@ if settings.keras_backend() == "torch":
         return scale
 else:
     import tensorflow as tf
+    from tensorflow.python.autograph.core import config as autograph
     from tensorflow.python.eager import record
 
+    # AutoGraph converts none of this package, as none of Keras: that would take a second for each
+    # collective, and some of its code cannot be converted.
+    autograph.CONVERSION_RULES += (autograph.DoNotConvert("hvd_keras"),)
     outside_graphs, is_symbolic = tf.init_scope, tf.is_symbolic_tensor
     is_eager, graph = tf.executing_eagerly, tf.compat.v1.get_default_graph
     is_recording = record.could_possibly_record
-    unconverted = tf.autograph.experimental.do_not_convert
     flatten, pack = tf.nest.flatten, tf.nest.pack_sequence_as
     summary = tf.summary
 

@@ -81,7 +81,7 @@ def states(model: Any) -> list[MetricState]:
             metric,
             numbers({name: result}),
             [variable.numpy() for variable in metric.variables] if is_summable(metric) else None,
-            any(isinstance(part, Variable) for part in flatten(result)),
+            any(hasattr(part, "assign") for part in flatten(result)),
         )
         for name, metric, result in _results(model)
     ]

@@ -129,7 +129,7 @@ def test_a_request_that_is_dropped_keeps_its_memory() -> None:
     np.testing.assert_array_equal(kept(), np.full(4, SIZE))
 
 
-def test_autograph_converts_of_a_collective_only_a_compressor_of_the_users() -> None:
+def test_autograph_converts_of_a_collective_only_a_compressor_of_the_users(caplog) -> None:
     class Halves(hvd.Compressor):
         @staticmethod
         def compress(tensor):
@@ -147,3 +147,6 @@ def test_autograph_converts_of_a_collective_only_a_compressor_of_the_users() -> 
     np.testing.assert_array_equal(reduce(tf.ones(2)), [SIZE, SIZE])
     assert "grouped_allreduce" in called
     assert "tf__grouped_allreduce" not in called
+    caplog.clear()
+    assert tf.function(lambda x: x / hvd.size())(tf.ones([])) == 1 / SIZE
+    assert not caplog.text  # of what cannot be transformed
