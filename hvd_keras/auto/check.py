@@ -1,5 +1,6 @@
 """Compares a step that is divided with the same step on the first rank alone."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
 from hvd_keras.auto import messages
+from hvd_keras.training.row_trials import nodes_of
 
 # Beginnings of the names of ops with a state that variables hold, or that a step only reads.
 _OF_VARIABLES = (
@@ -18,18 +20,26 @@ _OF_VARIABLES = (
 # What sums in another order may differ by: outputs, and changes of each variable.
 _OUTPUTS, _CHANGES = 0.01, 0.01
 _HALF = 8  # times as much, in half precision
-_TINY, _ROUNDING, _TRIALS = 1e-5, 1e-6, 3
+_TINY, _TRIALS = 1e-5, 3
+# Of several operations, relative to numbers; other types are as float32.
+_ROUNDING = 1e-6
+_ROUNDINGS = {tf.float16.as_datatype_enum: 2**-8, tf.bfloat16.as_datatype_enum: 2**-6}
 
 
-def hidden(graph: Any) -> str:
+def hidden(traced: Any) -> str:
     """Return an op of a function whose effect is no change of variables; "" if there is none."""
-    definition = graph.as_graph_def()
-    functions = [of.node_def for of in definition.library.function]
-    for node in (node for nodes in (definition.node, *functions) for node in nodes):
+    for node in itertools.chain(*nodes_of(traced)):
         op = op_def_registry.get(node.op)
         if op and op.is_stateful and not node.op.startswith(_OF_VARIABLES):
             return str(node.op)
     return ""
+
+
+def rounding(traced: Any) -> float:
+    """Return by how much, relative to numbers, a function rounds what it computes."""
+    nodes = itertools.chain(*nodes_of(traced))
+    types = {value.type for node in nodes for value in node.attr.values()}
+    return max([_ROUNDING, *(_ROUNDINGS[one] for one in types & _ROUNDINGS.keys())])
 
 
 def assigned(*functions: Any) -> list[Any]:
@@ -53,12 +63,16 @@ def fits(variables: Sequence[Any]) -> bool:
 
 
 def compared(
-    whole: Callable[[], Any], divided: Callable[[], Any], variables: Sequence[Any]
+    whole: Callable[[], Any],
+    divided: Callable[[], Any],
+    variables: Sequence[Any],
+    rounding: float = _ROUNDING,
 ) -> tuple[str, Any]:
     """Take one step in two ways, each from the same values of variables.
 
     Args:
         variables: the handles of those that may change.
+        rounding: as the function of this name returns it.
 
     Returns:
         How the second way differs, or ""; and the outputs of the way whose values stay.
@@ -69,7 +83,8 @@ def compared(
     _assign(variables, before)
     try:
         outputs = divided()
-        why = _difference(expected, outputs) or _wrong(whole, variables, before, after)
+        why = _difference(expected, outputs, rounding)
+        why = why or _wrong(whole, variables, before, after, rounding)
     except BaseException as error:
         _assign(variables, after)
         if isinstance(error, messages.LEFT) or not isinstance(error, Exception):
@@ -81,7 +96,11 @@ def compared(
 
 
 def _wrong(
-    whole: Callable[[], Any], variables: Sequence[Any], before: Sequence[Any], after: Sequence[Any]
+    whole: Callable[[], Any],
+    variables: Sequence[Any],
+    before: Sequence[Any],
+    after: Sequence[Any],
+    rounding: float,
 ) -> str:
     """Return which variable has another value than ``after``, by more than rounding; "" if none."""
     found = _read(variables)
@@ -91,7 +110,7 @@ def _wrong(
     # Rounding alone may do as much: to what Adam makes of a gradient that is zero.
     random, noise = np.random.default_rng(1), dict[int, float]()
     for _ in range(_TRIALS):
-        others = [_beside(value, random) for value in before]
+        others = [_beside(value, rounding, random) for value in before]
         _assign(variables, others)
         whole()
         for i, apart in _drift(before, after, _read(variables), others).items():
@@ -103,11 +122,11 @@ def _wrong(
     return ""
 
 
-def _beside(value: Any, random: Any) -> Any:
-    """Return other numbers, to rounding."""
+def _beside(value: Any, rounding: float, random: Any) -> Any:
+    """Return numbers that differ by rounding."""
     if not value.dtype.is_floating:
         return value
-    return value * tf.cast(1 + _ROUNDING * random.uniform(-1, 1, value.shape), value.dtype)
+    return value * tf.cast(1 + rounding * random.uniform(-1, 1, value.shape), value.dtype)
 
 
 def _dtype(handle: Any) -> Any:
@@ -136,7 +155,7 @@ def _assign(variables: Sequence[Any], values: Sequence[Any]) -> None:
                 tf.raw_ops.AssignVariableOp(resource=variable, value=tf.identity(value))
 
 
-def _difference(expected: Any, outputs: Any) -> str:
+def _difference(expected: Any, outputs: Any, rounding: float) -> str:
     """Return how outputs differ by more than rounding."""
     pairs = [tf.nest.flatten(one, expand_composites=True) for one in (expected, outputs)]
     if len(pairs[0]) != len(pairs[1]):
@@ -147,12 +166,12 @@ def _difference(expected: Any, outputs: Any) -> str:
                 return f"output {number} is {other!r} instead of {one!r}"
         elif one.shape != other.shape or one.dtype != other.dtype:
             return f"output {number} is {other.shape} instead of {one.shape}"
-        elif not _close(one, other):
+        elif not _close(one, other, rounding):
             return f"output {number} is {_shown(other)} instead of {_shown(one)}"
     return ""
 
 
-def _close(one: Any, other: Any) -> bool:
+def _close(one: Any, other: Any, rounding: float) -> bool:
     a, b = one.numpy(), other.numpy()
     if not (one.dtype.is_floating or one.dtype.is_complex):
         return bool(np.mean(a != b) <= _OUTPUTS)  # classes may be equal to rounding
@@ -161,12 +180,14 @@ def _close(one: Any, other: Any) -> bool:
     if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
         return False
     a, b = a[finite], b[finite]
-    most = _OUTPUTS * (_HALF if one.dtype.size < 4 else 1)
+    most = _OUTPUTS * (_HALF if rounding > _ROUNDING else 1)
     return bool(np.abs(a - b).max(initial=0) <= most * np.abs(a).max(initial=0) + _TINY)
 
 
 def _shown(tensor: Any) -> str:
-    return " ".join(np.array2string(tensor.numpy(), precision=4, threshold=6, edgeitems=2).split())
+    values = tensor.numpy()
+    values = values.ravel() if values.ndim else values  # few of any shape
+    return " ".join(np.array2string(values, precision=4, threshold=6, edgeitems=2).split())
 
 
 def _drift(

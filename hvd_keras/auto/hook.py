@@ -10,9 +10,19 @@ import tensorflow as tf
 
 from hvd_keras.auto.run import Divided, another_trace, function, is_again
 from hvd_keras.gradients import agreement
-from hvd_keras.runtime.keras import replaced
+from hvd_keras.runtime import settings
+from hvd_keras.runtime.keras import check_choice, replaced
 
+#: Why a script of tf_keras is refused.
+LEGACY = "hvdrun --auto needs Keras 3, and {}. Leave out --auto, or see docs/migrating.md."
 _DIVIDED = "_hvd_divided"  # of a tf.function of the script; False: it is of a library
+
+
+def _check_keras(module: str = "") -> None:
+    """Raise RuntimeError if the script means another Keras than the one imported before it."""
+    if settings.wants_legacy_keras() or module == "tf_keras":
+        raise RuntimeError(LEGACY.format("this script uses tf_keras"))
+    check_choice()
 
 
 def make(of_keras: Callable[..., Any], model: Any, force: bool = False) -> Any:
@@ -24,6 +34,7 @@ def make(of_keras: Callable[..., Any], model: Any, force: bool = False) -> Any:
     if model.run_eagerly or tf.config.functions_run_eagerly():
         return of_keras(model, force)
     if getattr(model, attribute) is None or force:
+        _check_keras()
         of_keras(model, force)
         of_model = getattr(model, name)
 
@@ -31,7 +42,9 @@ def make(of_keras: Callable[..., Any], model: Any, force: bool = False) -> Any:
             with _counting_rows(model, data) if is_again.get() else contextlib.nullcontext():
                 return of_model(data)
 
-        whole = function(body, autograph=False, reduce_retracing=True)  # as Keras traces it
+        # As Keras traces it.
+        options = {"jit_compile": model.jit_compile, "reduce_retracing": True}
+        whole = function(body, autograph=False, **options)
         step = Divided(whole, whole, f"the {name} of model {model.name!r}")
         if kind == "predict":
             run = functools.partial(_predict, step)
@@ -87,7 +100,7 @@ def _predict(step: Divided, batches: Any) -> Any:
     return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), first, *more)
 
 
-_LIBRARIES = {"keras", "tensorflow", "tf_keras", "hvd_keras"}
+_LIBRARIES = {"keras", "tensorflow", "hvd_keras"}
 
 
 def call(of_tensorflow: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -97,7 +110,9 @@ def call(of_tensorflow: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
         return of_tensorflow(self, *args, **kwargs)
     if divided is None:
         body = self.python_function
-        is_own = str(getattr(body, "__module__", "")).partition(".")[0] not in _LIBRARIES
+        module = str(getattr(body, "__module__", "")).partition(".")[0]
+        _check_keras(module)
+        is_own = module not in _LIBRARIES
         name = f"{getattr(body, '__name__', 'a function')}()"
         divided = is_own and Divided(self, functools.partial(of_tensorflow, self), name)
         setattr(self, _DIVIDED, divided)

@@ -18,14 +18,20 @@ _WORTH = 5
 Way = Callable[[], Any]
 
 _has_tried = False  # to divide any function
+_why = ""  # if not
 
 
-def _tell_untried() -> None:
-    if not _has_tried:
-        log.warn_once(
-            "hvdrun --auto: one process has computed all steps. They took too little time to try "
-            f"whether {rank_info.size()} ranks are faster."
-        )
+def note_update(apply: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Replace ``keras.optimizers.Optimizer.apply``: the script trains."""
+    global _why
+    _why = _why or "None is of a compiled model or a tf.function, or as docs/auto.md expects it."
+    return apply(*args, **kwargs)
+
+
+def tell_untried() -> None:
+    """Warn, at the end of the script, that no step was divided."""
+    if _why and not _has_tried:
+        log.warn_once(f"hvdrun --auto: one process has computed all steps. {_why}")
 
 
 class Pace:
@@ -39,7 +45,9 @@ class Pace:
         self._together: list[float] = []
         self._divided: Callable[[list[Any]], Any] | None = None
         self._is_chosen = False
-        atexit.register(_tell_untried)
+        global _why
+        ranks = rank_info.size()
+        _why = f"They took too little time to try whether {ranks} ranks are faster."
 
     def step(self, tensors: list[Any], rows: int, whole: Way, divide: Callable[[], Any]) -> Any:
         """Take a step with these tensors in one of two ways.

@@ -164,7 +164,7 @@ class Divided:
         is_free = all(t.shape[0] is None for t, x in pairs if _has(x, rows))
         # One process draws anew in each trace.
         key = shapes, id(alone if is_free else kind) if is_free or kind.draws else 0
-        hidden = check.hidden(alone.graph)
+        hidden = check.hidden(alone)
         if hidden and not is_free:
             self._tell(f"{hidden} in it cannot be computed twice, to compare the results")
             return None, whole()
@@ -181,7 +181,8 @@ class Divided:
         if not has_room:
             self._tell("its variables are too large to compare two steps")
             return None, whole()
-        why, outputs = check.compared(whole, functools.partial(run, tensors), variables)
+        divided = functools.partial(run, tensors)
+        why, outputs = check.compared(whole, divided, variables, check.rounding(alone))
         if why:
             self._is_other = True
             self._tell(f"divided, it gives something else: {why}")
@@ -248,6 +249,8 @@ def planned(traced: Any, rows: int, tensors: Sequence[Any] = ()) -> tuple[Plan, 
         i < taken and bool(shapes[i].rank) and shapes[i][0] is None and t.dtype.name in SENT
         for i, t in enumerate(graph.inputs)
     ]
+    if not any(divided):
+        raise WholeError("no part of its batch is sent to other ranks")
     return Plan(graph, divided, traced.captured_inputs, rows, shapes), taken
 
 

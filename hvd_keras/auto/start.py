@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import hvd_keras
 from hvd_keras import lifecycle
-from hvd_keras.auto import draws, hook, messages, session, worker
+from hvd_keras.auto import draws, hook, messages, pace, session, worker
 from hvd_keras.auto.launching import SESSION
 from hvd_keras.auto.run import function
 from hvd_keras.patches import scaled_fit
@@ -59,7 +59,7 @@ def auto(scale_batch: bool = False, np: int | None = None, hosts: str | None = N
     if rank_info.is_initialized():
         _refuse_init()
     if is_legacy:
-        raise RuntimeError("hvdrun --auto needs Keras 3, and TF_USE_LEGACY_KERAS is set. Unset it.")
+        raise RuntimeError(hook.LEGACY.format("TF_USE_LEGACY_KERAS is set"))
     if np or hosts:
         session.start(np, hosts, sys.executable, "-m", "hvd_keras.auto", SESSION)
     _process = os.getpid()
@@ -78,6 +78,7 @@ def auto(scale_batch: bool = False, np: int | None = None, hosts: str | None = N
     rows: list[tuple[Any, str, Callable[..., Any]]] = [
         *((keras.Model, f"make_{k}_function", hook.make) for k in ("train", "test", "predict")),
         (type(function(lambda: None)), "__call__", hook.call),
+        (keras.optimizers.Optimizer, "apply", pace.note_update),
         (tf.compat.v1, "disable_eager_execution", _refuse_graphs),
         (tf.compat.v1, "disable_v2_behavior", _refuse_graphs),
         *draws.replacements,
@@ -92,6 +93,7 @@ def auto(scale_batch: bool = False, np: int | None = None, hosts: str | None = N
     for owner, attribute, new in rows:
         require(owner, attribute, "for automatic mode")
         replace(owner, attribute, new)
+    atexit.register(pace.tell_untried)
     atexit.register(_stop)
 
 

@@ -121,11 +121,18 @@ else:
     optimizer_classes += (tf.compat.v1.train.Optimizer,)
 optimizer_classes += (keras.optimizers.Optimizer,)
 
-if not is_legacy and keras.backend.backend() != settings.keras_backend():
-    raise RuntimeError(
-        f"Keras was imported with the backend {keras.backend.backend()}, and KERAS_BACKEND (or "
-        f"~/.keras/keras.json) now says {settings.keras_backend()}. Set it before the first import."
-    )
+
+def check_choice() -> None:
+    """Raise RuntimeError if another backend of Keras is chosen now than the imported one."""
+    if not is_legacy and keras.backend.backend() != settings.keras_backend():
+        raise RuntimeError(
+            f"Keras was imported with the backend {keras.backend.backend()}, and KERAS_BACKEND (or "
+            f"~/.keras/keras.json) now says {settings.keras_backend()}. Set it before the first "
+            "import."
+        )
+
+
+check_choice()
 
 # What Keras 3 calls its batches by index; tf_keras has the older name only.
 PyDataset = keras.utils.Sequence if is_legacy else keras.utils.PyDataset

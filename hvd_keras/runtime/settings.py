@@ -142,14 +142,19 @@ def backend_module() -> str:
     return "hvd_keras.patches.registry" if backend == "tensorflow" else f"hvd_keras.{backend}"
 
 
+def wants_legacy_keras() -> bool:
+    """Whether ``tf.keras`` is to be tf_keras."""
+    return os.environ.get("TF_USE_LEGACY_KERAS", "0").lower() in ("1", "true")
+
+
 def keras_backend() -> str:
     """Return the backend that Keras has chosen, or will choose when it is imported.
 
     Raises:
         RuntimeError: hvd_keras does not support it.
     """
-    if os.environ.get("TF_USE_LEGACY_KERAS", "0").lower() in ("1", "true"):
-        return "tensorflow"  # tf_keras
+    if wants_legacy_keras():
+        return "tensorflow"
     folder = pathlib.Path(os.environ.get("KERAS_HOME") or pathlib.Path.home() / ".keras")
     name = os.environ.get("KERAS_BACKEND")
     if not name:

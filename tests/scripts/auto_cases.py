@@ -195,6 +195,10 @@ def custom():
     look = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: found.append(logs))
     history = net.fit(x, y, batch_size=23, epochs=2, verbose=0, callbacks=[look]).history
     show("custom", net, {"error": history["error"], "loss": [float(one["loss"]) for one in found]})
+    keras.utils.set_random_seed(1)
+    net = keras.Sequential([keras.layers.Dropout(0.3), keras.layers.Dense(1)])
+    net.compile("sgd", "mse", jit_compile=True)
+    show("XLA", net, net.fit(x, y, batch_size=10, verbose=0).history)
     bags = tf.RaggedTensor.from_row_lengths(x, [1, 2, 3, 4] * 7)
     net = model()
     net = keras.Sequential([Bag(), *net.layers])

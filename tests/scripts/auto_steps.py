@@ -130,7 +130,7 @@ def loop():
 
 
 def exits():
-    fit("exits", Own(mse), "sgd")
+    fit("exits", Own(mse), "sgd", run_eagerly=True)
     sys.exit(3)
 
 
@@ -143,6 +143,13 @@ def leaves():
 def fails():
     fit("fails", Own(mse), "sgd")
     raise KeyError("of the script")
+
+
+def chooses():
+    """Train with another Keras than the imported one."""
+    os.environ["TF_USE_LEGACY_KERAS"] = "1"
+    print("chooses", flush=True)
+    fit("chooses", Own(mse), "sgd")
 
 
 def kills():
