@@ -29,7 +29,15 @@ from hvd_keras.gradients import agreement, missing_calls, model_ranks, origin, s
 from hvd_keras.patches import divided_losses
 from hvd_keras.patches.divided_losses import name_of
 from hvd_keras.runtime import agree, rank_info
-from hvd_keras.runtime.keras import call_loss, divisors, is_legacy, keras, overrides, replaced
+from hvd_keras.runtime.keras import (
+    call_loss,
+    divisors,
+    is_legacy,
+    is_of_keras,
+    keras,
+    overrides,
+    replaced,
+)
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.training import broadcasting, fit_state, halves, row_trials
 
@@ -300,7 +308,7 @@ def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
     arguments = y_true, y_pred, sample_weight
     kind = row_trials.kind_of(loss, y_true, y_pred)
     is_weighted = sample_weight is not None or bool(divisors(loss, None, y_pred, None))
-    if kind == "failed" and not row_trials.is_of_keras(getattr(loss, "fn", loss)):
+    if kind == "failed" and not is_of_keras(getattr(loss, "fn", loss)):
         missing_calls.warn_if_averaged(
             f"the loss {name_of(loss)} cannot be tried on random rows, so it is taken for a mean "
             "over the rows of a batch. If it is not, let it compare hvd.allgather of y and y_pred."
@@ -442,7 +450,7 @@ def update(
     A function that gives no number for each row gets the rows of all ranks.
     """
     own, function = weighing.get(), metric._fn
-    if own is None or row_trials.is_of_keras(function) or agree.is_building.get():
+    if own is None or is_of_keras(function) or agree.is_building.get():
         return update_alone(metric, y_true, y_pred, sample_weight)
     options = metric._fn_kwargs
     call = functools.partial(function, **options)

@@ -17,7 +17,15 @@ from hvd_keras.data import sources
 from hvd_keras.gradients import missing_calls, model_ranks, specs, values
 from hvd_keras.patches import keras_callbacks
 from hvd_keras.runtime import agree, rank_info, settings
-from hvd_keras.runtime.keras import KERAS_VERSIONS, PyDataset, flatten, is_eager, keras, values_of
+from hvd_keras.runtime.keras import (
+    KERAS_VERSIONS,
+    PyDataset,
+    flatten,
+    is_eager,
+    is_of_keras,
+    keras,
+    values_of,
+)
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.runtime.reductions import Adasum, Average
 from hvd_keras.saving import background
@@ -113,8 +121,7 @@ def _keep_for(stack: contextlib.ExitStack, model: Any, method: str, purpose: str
 
     def made_by_keras() -> Any:
         made = getattr(model, function, None)
-        of = getattr(getattr(made, "python_function", made), "__module__", "")
-        return made if of.startswith(("keras.", "tf_keras.")) else None
+        return made if is_of_keras(getattr(made, "python_function", made)) else None
 
     if made_by_keras() and getattr(made_by_keras(), "_hvd_for", None) != purpose:
         setattr(model, function, None)

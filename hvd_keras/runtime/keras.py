@@ -146,6 +146,11 @@ Variable = () if is_legacy else keras.Variable.__bases__[0]
 KERAS_VERSIONS = "keras>=3.6,<3.16"
 
 
+def is_of_keras(one: Any) -> bool:
+    """Whether a class or a function is Keras's, or a method."""
+    return str(getattr(one, "__module__", "")).startswith(("keras.", "tf_keras."))
+
+
 def call_loss(loss: Any, call: Any, *arguments: Any, keeps: bool = True) -> tuple[Any, Any]:
     """Call ``keras.losses.Loss.__call__``; return its result, and what it reduced to that.
 

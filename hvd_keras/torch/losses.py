@@ -15,7 +15,7 @@ import torch
 
 from hvd_keras.gradients import missing_calls
 from hvd_keras.runtime import agree, rank_info
-from hvd_keras.runtime.keras import call_loss, divisors, replaced
+from hvd_keras.runtime.keras import call_loss, divisors, is_of_keras, replaced
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.torch import trials
 from hvd_keras.torch.collectives import allgather
@@ -131,8 +131,7 @@ def update(
     A function that gives no number for each row gets the rows of all ranks.
     """
     own, function, arguments = _weighing.get(), metric._fn, (y_true, y_pred, sample_weight)
-    is_of_keras = str(getattr(function, "__module__", "")).startswith("keras.")
-    if own is None or is_of_keras or not own.is_exact() or agree.is_building.get():
+    if own is None or is_of_keras(function) or not own.is_exact() or agree.is_building.get():
         return update_alone(metric, *arguments)
 
     def value_of(*given: Any) -> Any:

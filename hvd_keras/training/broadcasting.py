@@ -17,9 +17,8 @@ from hvd_keras import ops
 from hvd_keras.compat import tensorflow_v1
 from hvd_keras.gradients import missing_calls, shards, specs
 from hvd_keras.runtime import agree, log, process_sets
-from hvd_keras.runtime.keras import is_legacy, keras, overrides
+from hvd_keras.runtime.keras import is_legacy, is_of_keras, keras, overrides
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
-from hvd_keras.training import row_trials
 from hvd_keras.training.variables import of_this_rank, unbuilt, unused
 
 
@@ -206,7 +205,7 @@ def build_step(model: Any, element_spec: Any) -> None:
         model.optimizer.build(model.trainable_variables)
     metrics, losses = model._compile_metrics, model._compile_loss
     waits = metrics is not None and not metrics.built
-    is_known = row_trials.is_of_keras(type(model).call)
+    is_known = is_of_keras(type(model).call)
     x, y, weight = keras.utils.unpack_x_y_sample_weight(element_spec)
 
     def update(x: Any, y: Any, y_pred: Any, weight: Any) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from hvd_keras.gradients import model_ranks
 from hvd_keras.runtime import agree
-from hvd_keras.runtime.keras import flatten, keras, overrides, replaced
+from hvd_keras.runtime.keras import flatten, is_of_keras, keras, overrides, replaced
 from hvd_keras.runtime.reductions import Average
 
 TOLERANCE = 1e-4  # relative to the largest value
@@ -166,7 +166,7 @@ def _works_by_rows(part: Any) -> bool:
     axes = flatten([getattr(part, name, None) for name in ("axis", "axes")])
     functions = [value for value in vars(part).values() if hasattr(value, "__code__")]
     return (
-        all(str(home.__module__).startswith("keras.") for home in (type(part), *functions))
+        all(is_of_keras(home) for home in (type(part), *functions))
         and isinstance(part, keras.layers.Layer)
         and type(part).__name__ not in ("Lambda", "MelSpectrogram")  # decibels below the loudest
         and not any(isinstance(axis, int) and (axis == 0 or axis < -1) for axis in axes)

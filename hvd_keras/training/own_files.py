@@ -9,7 +9,7 @@ from typing import Any
 
 from hvd_keras.gradients import missing_calls
 from hvd_keras.runtime import agree
-from hvd_keras.runtime.keras import keras
+from hvd_keras.runtime.keras import is_of_keras, keras
 from hvd_keras.runtime.process_sets import ProcessSet
 
 _WRITES = os.O_WRONLY | os.O_RDWR
@@ -64,7 +64,7 @@ def _note(event: str, arguments: tuple[Any, ...]) -> None:
             _written[path] = what
             return
         if isinstance(owner, keras.callbacks.Callback):
-            if type(owner).__module__.startswith(("keras.", "tf_keras.", "hvd_keras.")):
+            if is_of_keras(type(owner)) or type(owner).__module__.startswith("hvd_keras."):
                 return
             what = f"the callback {type(owner).__name__}"
         frame = frame.f_back  # type: ignore[assignment]

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from hvd_keras.gradients.agreement import handle_of
 from hvd_keras.runtime import log
-from hvd_keras.runtime.keras import is_legacy, keras
+from hvd_keras.runtime.keras import is_legacy, is_of_keras, keras
 from hvd_keras.training.halves import TOLERANCE
 
 #: How the loss of a batch follows from its parts: each row has its own; it is the mean of the
@@ -109,11 +109,6 @@ def sums_activities() -> bool:
         layer = keras.layers.ActivityRegularization(l1=1.0, name="hvd_keras", dtype="float32")
         layer(tf.ones([2, 1]))
         return float(sum(layer.losses)) > 1.5
-
-
-def is_of_keras(function: Any) -> bool:
-    """Whether a loss or a metric, or its function, is Keras's."""
-    return str(getattr(function, "__module__", "")).startswith(("keras.", "tf_keras."))
 
 
 def _try(

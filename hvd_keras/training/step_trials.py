@@ -18,7 +18,7 @@ import tensorflow as tf
 from hvd_keras.gradients import model_ranks, origin, shards
 from hvd_keras.gradients.agreement import handle_of
 from hvd_keras.runtime import agree, log
-from hvd_keras.runtime.keras import is_legacy
+from hvd_keras.runtime.keras import is_of_keras
 from hvd_keras.training import fit_state, preprocessing
 from hvd_keras.training.halves import (
     TOLERANCE,
@@ -29,7 +29,7 @@ from hvd_keras.training.halves import (
     of_losses,
     trying,
 )
-from hvd_keras.training.row_trials import ROWS, is_of_keras, marks_of, nodes_of, some
+from hvd_keras.training.row_trials import ROWS, marks_of, nodes_of, some
 
 _TRIALS, _SECONDS = 4, 1.0
 _GATHERS = {"GatherV2", "Gather", "GatherNd", "Slice", "StridedSlice"}
@@ -45,7 +45,7 @@ def tried(model: Any, element_spec: Any, ranks: int) -> Trial:
     kind is empty if that exchanges something or cannot be tried, and all is if a step runs eagerly,
     so that Python would see it.
     """
-    if before := Trial() if is_legacy else known(model):
+    if before := known(model):
         return before
     found, name, has_others = begin(model)
     is_eager = model.run_eagerly or tf.config.functions_run_eagerly()

@@ -355,7 +355,7 @@ else:
 class Clipped(tf.keras.Sequential):
     def train_step(self, data):
         with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((self(data[0], training=True) - data[1]) ** 2)
+            loss = Clipped.total((self(data[0], training=True) - data[1]) ** 2)
         gradients = tape.gradient(loss, self.trainable_variables)
         gradients = [tf.clip_by_norm(g, 0.1) for g in gradients] if self.clips else gradients
         self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
@@ -364,7 +364,11 @@ class Clipped(tf.keras.Sequential):
 from hvd_keras.runtime import log
 told = []
 log.warn_once = told.append
-for Clipped.clips, eager in ((False, False), (True, False), (False, True), (True, True)):
+mean, total = tf.reduce_mean, tf.reduce_sum
+for Clipped.clips, eager, Clipped.total in (
+    (False, False, mean), (True, False, mean), (False, True, mean), (True, True, mean),
+    (False, False, total),
+):
     told.clear()
     net = Clipped([tf.keras.Input((3,)), tf.keras.layers.Dense(1)])
     net.compile(hvd.DistributedOptimizer(optimizers.SGD(0.1)), "mse", run_eagerly=eager)
@@ -373,6 +377,8 @@ for Clipped.clips, eager in ((False, False), (True, False), (False, True), (True
     net.fit(data, verbose=0, callbacks=[broadcast])
     found = [text for text in told if "gradients are changed" in text]
     assert bool(found) == (Clipped.clips and rank == 0), (eager, told)
+    found = [text for text in told if "adds up the rows" in text]
+    assert bool(found) == (Clipped.total is total and rank == 0), told
 
 def fails(error, text, *args, make=hvd.DistributedOptimizer, **kwargs):
     try:
