@@ -75,6 +75,10 @@ def test_ranks_on_all_nodes(ready: Slurm, tmp_path: Path) -> None:
         "[1] server3 1 3 6.0 ''",
         "[2] server2 0 3 6.0 ''",
     ]
+    step = ["srun", "--nodes=1", "--ntasks=1", *cluster.hvdrun(*script(tmp_path, SUM))]
+    done = ready.run([*ALLOCATION, "--ntasks-per-node=2", *step], tmp_path)
+    assert "hvdrun: got SLURM_TASKS_PER_NODE=1 in an allocation of 3 nodes" in done.stderr
+    assert (done.returncode, done.stdout) == (2, "")
 
 
 def test_the_first_failure_is_named_with_its_node(ready: Slurm, tmp_path: Path) -> None:

@@ -73,10 +73,15 @@ async def nodes(environment: Mapping[str, str]) -> list[Host]:
         )
     command = ["scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", "")]
     names = (await ask(command, f"`{shlex.join(command)}`", "the nodes' names")).split()
+    told = environment.get("SLURM_TASKS_PER_NODE", "")
     tasks: list[int | None] = []  # "2(x3),1" is 2, 2, 2, 1
-    for part in filter(None, environment.get("SLURM_TASKS_PER_NODE", "").split(",")):
+    for part in filter(None, told.split(",")):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         assert match is not None, f"SLURM_TASKS_PER_NODE has {part!r}"
         tasks += [int(match[1])] * int(match[2] or 1)
-    tasks += [None] * (len(names) - len(tasks))
-    return [Host(name, count) for name, count in zip(names, tasks, strict=True)]
+    if told and len(tasks) != len(names):  # srun sets it for its step alone
+        raise UsageError(
+            f"got SLURM_TASKS_PER_NODE={told} in an allocation of {len(names)} nodes, as in a step "
+            "of srun; start hvdrun outside of srun, or pass the hosts with -H"
+        )
+    return [Host(*one) for one in zip(names, tasks or [None] * len(names), strict=True)]
