@@ -6,6 +6,7 @@ the connections between hvdrun and its workers, which have proved that they know
 
 import io
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -92,7 +93,8 @@ def call(
     Returns the pickled results, in rank order.
     """
     with tempfile.TemporaryDirectory(prefix="hvdrun-call-") as folder:
-        Path(folder, FUNCTION).write_bytes(function)
+        # The function may be one of a module that only the caller's path leads to.
+        Path(folder, FUNCTION).write_bytes(pickle.dumps((sys.path, function)))
         command = [sys.executable, "-m", "hvd_keras.hvdrun"]
         command += ["--call", str(os.getpid()), folder, *options]
         command += [sys.executable, "-m", "hvd_keras.launch.run_function"]
@@ -156,7 +158,9 @@ def main() -> None:
     import cloudpickle
 
     folder = Path(os.environ.pop(CALL))
-    func, args, kwargs = cloudpickle.loads((folder / FUNCTION).read_bytes())
+    path, function = pickle.loads((folder / FUNCTION).read_bytes())
+    sys.path[:] = dict.fromkeys([*path, *sys.path])
+    func, args, kwargs = cloudpickle.loads(function)
     try:
         result = func(*args, **kwargs)
     except SystemExit as error:

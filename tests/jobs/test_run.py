@@ -39,20 +39,24 @@ def test_results_come_in_the_order_of_the_ranks(monkeypatch) -> None:
 
 
 def test_functions_of_the_main_program(tmp_path) -> None:
-    """A notebook's are such."""
+    """A notebook's are such; and those of a module beside it, not of one where it was started."""
     script = """
 import hvd_keras
+from helpers import triple
 def helper(x):
     return x * 2
 def work(x):
     return helper(x)
 if __name__ == "__main__":
-    print(hvd_keras.run(work, (21,)))
+    print(hvd_keras.run(work, (21,)), hvd_keras.run(triple, (21,)))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT
-    )
-    assert (done.stdout, done.stderr, done.returncode) == ("[42]\n", "", 0)
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts/main.py").write_text(script)
+    (tmp_path / "scripts/helpers.py").write_text("def triple(x):\n    return x * 3\n")
+    (tmp_path / "helpers.py").touch()
+    command = [sys.executable, "scripts/main.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
+    assert (done.stdout, done.stderr, done.returncode) == ("[42] [63]\n", "", 0)
 
 
 def test_an_exception_of_a_rank_is_one_here(capfd) -> None:
