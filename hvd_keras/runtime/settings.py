@@ -67,10 +67,6 @@ class Settings:
     always_divides: bool = False  # hvdrun --auto, even if one process is faster
 
 
-def _flag(name: str) -> bool:
-    return os.environ.get(name, "0") not in ("", "0")
-
-
 def _path(name: str) -> pathlib.Path | None:
     text = os.environ.get(name)
     return pathlib.Path(text).absolute() if text else None  # a script may change its folder
@@ -82,11 +78,14 @@ def read() -> Settings:
     size = os.environ.get("HVD_BUCKET_BYTES") or str(Settings.bucket_bytes)
     is_size = size.isdecimal() and int(size) > 0
     level = os.environ.get("HVD_LOG_LEVEL") or Settings.log_level
-    auto = os.environ.get("HVD_AUTO", "")
+    names = ("HVD_AUTO", "HVD_STRICT", "HVD_VERBOSE_ALL")
+    auto, strict, verbose = (os.environ.get(name, "") for name in names)
     for name, text, fits, expected in (
         ("HVD_BUCKET_BYTES", size, is_size, "a positive number of bytes"),
         ("HVD_LOG_LEVEL", level, level.upper() in LOG_LEVELS, "debug, info, warning or error"),
         ("HVD_AUTO", auto, auto in ("", "divided"), "divided"),
+        ("HVD_STRICT", strict, strict in ("", "0", "1"), "0 or 1"),
+        ("HVD_VERBOSE_ALL", verbose, verbose in ("", "0", "1"), "0 or 1"),
     ):
         if not fits:
             raise ValueError(f"{name} is {text!r}, expected {expected}. Correct or unset it.")
@@ -99,8 +98,8 @@ def read() -> Settings:
         gpus_shared=os.environ.get("HVD_GPU_OPERATIONS") == "MPI"
         or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1",
         some_gpus_hidden=bool(os.environ.get("CUDA_VISIBLE_DEVICES")),
-        strict=_flag("HVD_STRICT") if os.environ.get("HVD_STRICT") else None,
-        verbose_all=_flag("HVD_VERBOSE_ALL"),
+        strict=strict == "1" if strict else None,
+        verbose_all=verbose == "1",
         watched=watched,
         all_tracebacks="HVDRUN_VERBOSE" in os.environ or not watched,
         postmortem=asked or _path("HVDRUN_POSTMORTEM"),

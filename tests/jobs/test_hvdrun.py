@@ -18,7 +18,7 @@ from hvd_keras.launch.follow.output import Destination, Stream
 from hvd_keras.launch.onhost.cores import THREAD_VARIABLES, usable_cores
 from hvd_keras.launch.onhost.limits import SILENCE
 from hvd_keras.launch.start import mpirun
-from hvd_keras.runtime import mpi_library
+from hvd_keras.runtime import mpi_library, settings
 from tests.harness.launcher import LIMIT, wait_until
 
 # Output and input
@@ -221,6 +221,15 @@ def test_strict_reaches_the_ranks(hvdrun, strict):
     done = hvdrun.run(*options, sys.executable, "-c", code, env=environment)
     expected = "1" if strict else "None"
     assert sorted(done.stdout.splitlines()) == [f"[0] {expected}", f"[1] {expected}"]
+
+
+@pytest.mark.parametrize("name", ["HVD_STRICT", "HVD_VERBOSE_ALL"])
+def test_a_setting_is_on_or_off(monkeypatch, name):
+    """Others than 1 must not turn it on, as "false" did."""
+    for value in ("false", "no", "2"):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(ValueError, match=f"{name} is '{value}', expected 0 or 1"):
+            settings.read.__wrapped__()
 
 
 def test_the_limit_of_open_files_is_raised_for_hvdrun_alone(hvdrun):
