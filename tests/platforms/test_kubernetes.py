@@ -254,8 +254,8 @@ def test_the_pods_start_a_job(tmp_path: pathlib.Path) -> None:
     (manifest,) = load((FOLDER / "mpijob.yaml").read_text())
     with pods.mpijob(manifest, folder(tmp_path, SUM)) as job:
         launcher = job.launch()
-        told = wait_for("hvdrun: waiting for ", launcher)
-        assert "train-worker-0.train.default.svc, train-worker-1.train.default.svc" in told
+        told = wait_for("train-worker-1.train.default.svc cannot be reached by ", launcher)
+        assert "--wait-for-hosts): train-worker-0.train.default.svc cannot be reached by " in told
         job.start_workers()
         output = end(launcher, job)
         for number in (0, 1):
