@@ -125,9 +125,15 @@ def test_a_reader_that_pauses_misses_nothing(hvdrun):
 
 
 def test_a_full_disk_ends_the_copies_and_not_the_job(hvdrun):
-    """The limit of the size of files stands for it."""
-    code = "for i in range(200): print(i, 'x' * 60_000)\nprint('done')"
-    options = ("-np", "1", "--output-dir", "copies", sys.executable, hvdrun.script(code))
+    """The limit of the size of files stands for it; hvdrun offers no timeline that is not there."""
+    code = """
+        os.symlink("/dev/full", "timeline.json")
+        open("timeline.json.rank-0", "w").write('[0, 1, "here"]\\n')
+        for i in range(200): print(i, 'x' * 60_000)
+        print('done')
+        """
+    options = ("-np", "1", "--output-dir", "copies", "--timeline", "timeline.json")
+    options += (sys.executable, hvdrun.script(code))
     limits = (8_000_000, 8_000_000)
     done = hvdrun.run(
         *options, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
