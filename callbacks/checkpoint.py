@@ -5,7 +5,6 @@ import functools
 import os
 import pathlib
 import sys
-import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -141,7 +140,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         epochs = int(self.params["epochs"])
         for optimizer in self._optimizers():
             self._rates.setdefault(optimizer, resuming.rate_of(optimizer))
-            replace_values(innermost(optimizer))
+            replace_values(optimizer)
         self._passes = fit.passes
         others = fit.backend.passes_of(fit.arguments["validation_data"])
         self._validation = [one for one in others if not any(one is own for own in fit.passes)]
@@ -181,7 +180,8 @@ class Checkpoint(Callback):  # type: ignore[misc]
         if is_complete or has_stopped:
             self.model._initial_epoch = epochs
         if self._hvd_process_set.rank() == 0:
-            told = resuming.message(found, epochs, is_complete, has_stopped, fits_here)
+            batch = self._resuming.batches if self._resuming else 0
+            told = resuming.message(found, epochs, batch, is_complete, has_stopped, fits_here)
             print(f"hvd_keras: {told}", file=sys.stderr, flush=True)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -278,7 +278,9 @@ class Checkpoint(Callback):  # type: ignore[misc]
                 optimizer.learning_rate = float(optimizer.learning_rate) * now / then
 
     def _optimizers(self) -> list[Any]:
-        return model_ranks.optimizers_of(self.model, within=True)
+        # Once each: a model may hold both a LossScaleOptimizer and the one inside it.
+        every = map(innermost, model_ranks.optimizers_of(self.model, within=True))
+        return list({id(one): one for one in every}.values())
 
     def _assign(self, found: per_rank.Found, own: list[Any]) -> None:
         process_set, ranks = self._hvd_process_set, found.metadata["ranks"]
@@ -300,6 +302,9 @@ class Checkpoint(Callback):  # type: ignore[misc]
 
     def _go_on(self, found: per_rank.Found, fit: Fit) -> None:
         self.model._initial_epoch = found.metadata["epoch"]
+        steps = resuming.rows_then_and_now(found, self._rows, self._hvd_process_set)
+        outer = [one.outer for one in model_ranks.rounds_of(self.model)]
+        resuming.let_schedules_go_on([*self._optimizers(), *outer], *steps)
         metrics = self._take_over(found, fit)
         states = found.metadata["passes"]
         resuming.restore_passes(self._passes, states)
@@ -319,7 +324,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             batches = fit.seekable.seek(states[0][2])
             fit.looks_at_data = False  # the first batch is that after those skipped
         else:
-            seeks, batches = False, self._batches_seen(found)
+            seeks, batches = False, resuming.batches_seen(found, *steps, calls, fit.process_set)
         if batches:
             own = [*variables.training_variables(self.model), *variables.global_seed_states()]
             own += variables.unlisted(self.model._flatten_layers(), generators=True).values()
@@ -359,26 +364,6 @@ class Checkpoint(Callback):  # type: ignore[misc]
             no_sums = [type(one).__name__ for one in own if not metric_states.is_summable(one)]
             return resuming.check_metrics(self.model, metrics, no_sums)
         return metrics
-
-    def _batches_seen(self, found: per_rank.Found) -> int:
-        then, batch = found.metadata["ranks"], found.metadata["batch"]
-        now = self._hvd_process_set.size()
-        calls = self.model.steps_per_execution
-        step_then, step = found.metadata["rows"], self._rows
-        if not (step_then and step):  # unknown: each rank has as many as then
-            step_then, step = then, now
-        # As many rows of the epoch, to whole calls of the step.
-        is_same = (step_then, then) == (step, now)
-        batches = batch if is_same else batch * step_then // step // calls * calls
-        again = batch * step_then - batches * step
-        if again and self._hvd_process_set.rank() == 0:
-            warnings.warn(
-                f"Checkpoint: {found.path} was written by {then} ranks after batch {batch} of "
-                f"epoch {found.metadata['epoch']}; now there are {now} ranks, or other batches. "
-                f"{batches} batches are skipped, and {again / step:.0%} of one are used again.",
-                stacklevel=3,
-            )
-        return int(batches)
 
     def _refuse_what_does_not_fit(
         self, found: per_rank.Found, own: list[Any], same_ranks: bool

@@ -332,11 +332,52 @@ def rate_of(optimizer: Any) -> float | None:
     return float(rate) if isinstance(rate, Variable) else None
 
 
+def rows_then_and_now(
+    found: per_rank.Found, rows: int | None, process_set: ProcessSet
+) -> tuple[int, int]:
+    """Return what a step had when a checkpoint was written, and has now; if unknown, the ranks."""
+    then = found.metadata["rows"]
+    return (then, rows) if then and rows else (found.metadata["ranks"], process_set.size())
+
+
+def let_schedules_go_on(optimizers: Sequence[Any], then: int, now: int) -> None:
+    """Count an optimizer's steps in those of now, if its rate depends on their number."""
+    for optimizer in optimizers:
+        rate = getattr(optimizer, "_learning_rate", None)
+        if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+            seen, every = int(optimizer._iterations), optimizer.gradient_accumulation_steps or 1
+            steps = seen * then // now
+            # As many are left to the next update, for the sums of gradients are those of then.
+            optimizer._iterations.assign(max(steps - (steps - seen) % every, seen % every))
+
+
+def batches_seen(
+    found: per_rank.Found, then: int, now: int, calls: int, process_set: ProcessSet
+) -> int:
+    """Return how many batches of now have as many rows of the epoch, to whole calls of the step."""
+    batch, ranks = found.metadata["batch"], found.metadata["ranks"]
+    batches = batch * then // now // calls * calls
+    again = batch * then - batches * now
+    if again and process_set.rank() == 0:
+        warnings.warn(
+            f"Checkpoint: {found.path} was written by {ranks} ranks after batch {batch} of epoch "
+            f"{found.metadata['epoch']}; now there are {process_set.size()} ranks, or other "
+            f"batches. {batches} batches are skipped, and {again / now:.0%} of one are used again.",
+            stacklevel=4,
+        )
+    return int(batches)
+
+
 def message(
-    found: per_rank.Found, epochs: int, is_complete: bool, has_stopped: bool, is_restored: bool
+    found: per_rank.Found,
+    epochs: int,
+    batch: int,
+    is_complete: bool,
+    has_stopped: bool,
+    is_restored: bool,
 ) -> str:
-    """Say with what a fit begins that has found a checkpoint."""
-    epoch, batch = found.metadata["epoch"], found.metadata["batch"]
+    """Say with what a fit begins that has found a checkpoint; ``batch``: how many it skips."""
+    epoch = found.metadata["epoch"]
     name = pathlib.Path(found.path).stem
     if has_stopped:
         return (

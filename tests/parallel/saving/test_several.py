@@ -208,6 +208,40 @@ def test_rates_of_two_optimizers_on_fewer_ranks(directory) -> None:
     hvd.remove_process_set(fewer)
 
 
+def test_a_schedule_goes_on_by_rows_on_fewer_ranks(directory, capfd) -> None:
+    fewer, epochs = hvd.add_process_set([0]), 3
+
+    def run(of, folder: str, *more) -> list[int]:
+        """Returns how many steps before its end the schedule is, in each step."""
+        left: list[int] = []
+        steps = epochs * STEPS * SIZE // of.size()
+        decay = keras.optimizers.schedules.PolynomialDecay(0.1, steps, 0.0)
+        model, sgd = dense(), SGD(decay, gradient_accumulation_steps=2)
+        scaled = keras.optimizers.LossScaleOptimizer(sgd)
+        model.compile(hvd.DistributedOptimizer(scaled, process_set=of), "mse")
+        model.also = sgd  # counts once
+        data = hvd.data.shard(rows(), batch_size=BATCH, process_set=of)
+        saved = hvd.callbacks.Checkpoint(directory / folder, save_freq=1, process_set=of)
+        note = keras.callbacks.LambdaCallback(
+            on_train_batch_begin=lambda batch, logs: left.append(
+                round(float(sgd.learning_rate) / 0.1 * steps)
+            )
+        )
+        with contextlib.suppress(KeyboardInterrupt):
+            model.fit(data, epochs=epochs, verbose=0, callbacks=[saved, note, *more])
+        return left
+
+    run(hvd.global_process_set, "some", Crash(STEPS + 2))
+    if RANK == 0:
+        undisturbed, left = run(fewer, "all"), run(fewer, "some")
+        assert f", epoch 2 of {epochs}, batch {SIZE + 1}\n" in capfd.readouterr().err
+        assert undisturbed == [*range(epochs * STEPS * SIZE, 0, -1)]
+        # An odd number of steps was done: one of two gradients is summed up already.
+        assert len(left) == SIZE * (2 * STEPS - 1)
+        assert left == [number + (SIZE + 1) % 2 for number in undisturbed[-len(left) :]]
+    hvd.remove_process_set(fewer)
+
+
 def test_fits_of_two_models_of_trained_layers_and_of_two_data_in_turn(directory) -> None:
     """A layer is frozen in the first fit; the order of shuffled data goes on in the third."""
 
