@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import errno
 import os
+import re
 import signal
 import socket
 import threading
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_keras.launch.errors import refusing
+from hvd_keras.launch.errors import refusing, say
 from hvd_keras.launch.follow.outcome import Report, names_and_hosts
 from hvd_keras.launch.follow.output import Output
 from hvd_keras.launch.follow.supervise import wait_for
@@ -40,6 +41,7 @@ class _Peer(Connection):
     report: Report
     cores = 0  # that it may use
     mask: Sequence[int] = ()  # their numbers, without a control group's quota
+    variables: Sequence[str] = ()  # the names of those that its host has set
     is_here = False  # on our host
     why = ""  # we have ended the connection
 
@@ -213,10 +215,10 @@ class Ranks:
             if peer.report.status is not None:
                 peer.send(end="now")
 
-    def _welcome(self, peer: _Peer, rank: int, host: str, cores: int, mask: Sequence[int]) -> None:
+    def _welcome(self, peer: _Peer, rank: int, host: str, **facts: Any) -> None:
         if rank in self._peers or not 0 <= rank < self.size:
             raise ProtocolError(f"rank {rank} is not expected")
-        peer.cores, peer.mask, peer.is_here = cores, mask, host == socket.gethostname()
+        vars(peer).update(facts, is_here=host == socket.gethostname())
         self._peers[rank] = peer
         peer.report = self.reports[rank] = Report(rank, host=self.placement.names.get(host, host))
         if len(self._peers) == self.size:
@@ -246,6 +248,27 @@ class Ranks:
                     peer.send(input="")
         if not is_restart:
             self._forward_input()
+            first = {name: peers[0] for name, peers in hosts.items()}
+            self._tell_missing({name: peer for name, peer in first.items() if not peer.is_here})
+
+    def _tell_missing(self, peers: Mapping[str, _Peer]) -> None:
+        """Name the variables set here that the command names and ranks elsewhere do not have.
+
+        They may be secrets, which only the user lets leave this host.
+        """
+        text = self._function[:1_000_000]  # behind it are data
+        for word in self.spec.command:
+            with contextlib.suppress(OSError):
+                text += Path(word).read_bytes() if word.endswith((".py", ".sh")) else b""
+        named = {name.decode() for name in re.findall(rb"[A-Za-z]\w+", text)}
+        named &= os.environ.keys() - self._start["environment"].keys()
+        missing = {host: named.difference(peer.variables) for host, peer in peers.items()}
+        if names := sorted(set().union(*missing.values())):
+            where = ", ".join(host for host, lacking in missing.items() if lacking)
+            say(
+                f"ranks on {where} do not get {', '.join(names)}, set here and named in the "
+                f"command; to pass on: {' '.join(f'--env {name}' for name in names)}"
+            )
 
     async def _start_one(self, peer: _Peer, start: Mapping[str, Any]) -> None:
         for first in range(0, len(self._function), PIECE):

@@ -38,10 +38,14 @@ def clean(hosts: Hosts) -> None:
 
 
 def test_a_job_on_three_hosts(hosts: Hosts, tmp_path: Path) -> None:
-    """Host, arguments, input, settings and output of four ranks; none runs on hvdrun's host."""
+    """Host, arguments, input, settings and output of four ranks; none runs on hvdrun's host.
+
+    Of two variables that the script names, one is passed.
+    """
     code = """
         print(socket.gethostname(), ascii(sys.argv[1:]), repr(sys.stdin.read()))
-        print(*map(os.environ.get, ("OMP_NUM_THREADS", "MINE", "KMP_X", "TMPDIR")), os.getcwd())
+        names = "OMP_NUM_THREADS", "MINE", "YOURS", "KMP_X", "TMPDIR"
+        print(*map(os.environ.get, names), os.getcwd())
         print(sorted(name for name in os.environ if name.startswith("HVDRUN")), file=sys.stderr)
         print("x" * 300_000)
         """
@@ -66,7 +70,7 @@ def test_a_job_on_three_hosts(hosts: Hosts, tmp_path: Path) -> None:
             *arguments,
             folder=tmp_path,
             stdin=stdin,
-            env=cluster.environment(MINE="$(mine)", KMP_X="7"),
+            env=cluster.environment(MINE="$(mine)", YOURS="1", OTHERS="1", KMP_X="7"),
         )
     assert done.returncode == 0, done.stderr
     clean(hosts)
@@ -79,13 +83,17 @@ def test_a_job_on_three_hosts(hosts: Hosts, tmp_path: Path) -> None:
         temporary = hosts[int(name[-1]) - 1].temporary
         assert lines == [
             f"[{rank}] {name} {arguments!a} {given}",
-            f"[{rank}] {threads} $(mine) 7 {temporary}/hvdrun-{number}/tmp {tmp_path}",
+            f"[{rank}] {threads} $(mine) None 7 {temporary}/hvdrun-{number}/tmp {tmp_path}",
             f"[{rank}] {'x' * 300_000}",
         ]
         copy = (tmp_path / f"out/rank-{rank}.txt").read_text()
         assert [f"[{rank}] {line}" for line in copy.splitlines() if line[0] != "["] == lines
         assert f"[{rank}] ['HVDRUN_JOB', 'HVDRUN_TELL', 'HVDRUN_VERBOSE']\n" in done.stderr
     assert re.search(r"^HVDRUN_SECRET=SECRET$", done.stderr, re.MULTILINE)
+    assert (
+        "\nhvdrun: ranks on server2, server3 do not get YOURS, set here and named in the command; "
+        "to pass on: --env YOURS\n"
+    ) in done.stderr
 
 
 def test_the_timeline_has_the_ranks_of_all_hosts(hosts: Hosts, tmp_path: Path) -> None:

@@ -404,6 +404,7 @@ async def _run() -> int:
     streams = await asyncio.open_connection(sock=channel.connect(os.environ[ADDRESSES]))
     hello = {"rank": rank, "host": socket.gethostname(), "cores": usable_cores()}
     hello["mask"] = sorted(os.sched_getaffinity(0))
+    hello["variables"] = list(os.environ)
     connection = Connection(secret, streams, listens=False, hello=hello)
     return await Worker(rank, connection).run()
 
