@@ -1,12 +1,14 @@
 """Checkpoints and saved models of tables of which each rank has a part."""
 
 import contextlib
+import pickle
 import warnings
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import hvd_keras as hvd
 from hvd_keras.gradients import shards
@@ -75,7 +77,7 @@ def test_an_interrupted_training_goes_on(directory, restores_best: bool) -> None
     train(again, hvd.callbacks.Checkpoint(directory, save_freq=2), *more())
     assert_same(state_of(again), state_of(undisturbed))
     if RANK == 0:
-        names = sorted(path.name for path in directory.iterdir())
+        names = sorted(path.name for path in directory.glob("*checkpoint*"))
         assert len(names) == 2 * (1 + SIZE), "each has a file of each rank, and no others are left"
 
 
@@ -201,6 +203,7 @@ def test_a_part_that_cannot_be_written_is_an_error_on_all_ranks(directory) -> No
     class InTheWay(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             if epoch == 0:
+                (directory / "lock").unlink()
                 directory.rmdir()
                 directory.write_text("in the way")
 
@@ -275,8 +278,16 @@ def test_a_plain_layer_of_the_same_name_in_another_model_stays_plain(directory) 
 
 def test_what_cannot_be_saved(directory) -> None:
     model = build()
-    with pytest.raises(ValueError, match=r"a part of the table only. Use hvd.save_model"):
-        model.save(directory / f"{RANK}.keras")
+    tracked = tf.train.Checkpoint(model=model)
+    ways = [
+        *((model.save, "m.keras"), (model.save, "m.h5"), (model.save_weights, "m.weights.h5")),
+        *((model.export, "m"), (lambda path: tf.saved_model.save(model, path), "m")),
+        *((tracked.save, "m"), (tracked.write, "m"), (lambda path: pickle.dumps(model), "m")),
+    ]
+    for save, name in ways if RANK == 0 else ():  # alone: it waits for no other rank
+        with pytest.raises(ValueError, match=r"a part of .*/embeddings only. Use hvd.save_model"):
+            save(str(directory / name))
+        assert not list(directory.iterdir())
     with pytest.raises(ValueError, match=r"expected a name that ends in \.keras"):
         hvd.save_model(model, directory / "model.h5")
     if RANK == 0:
@@ -284,6 +295,21 @@ def test_what_cannot_be_saved(directory) -> None:
     with pytest.raises(OSError, match=r"cannot write .*model.keras: rank 0: "):
         hvd.save_model(model, directory / "file" / "model.keras")
     assert model(np.zeros((1, 3))).shape == (1, 1), "works afterwards"
+
+
+def test_a_share_of_an_optimizers_state_is_in_no_file(directory) -> None:
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(), shard_state=True)
+    model.compile(optimizer, loss="mse")
+    optimizer.build(model.trainable_variables)
+    tracked = tf.train.Checkpoint(optimizer=optimizer)
+    for save, name in (model.save, "m.h5"), (tracked.write, "m"):
+        with pytest.raises(
+            ValueError, match=r"a part of adam.*/.*_momentum only. Use hvd.save_model"
+        ):
+            save(directory / str(RANK) / name)
+    model.save(directory / str(RANK) / "m.h5", include_optimizer=False)
+    model.export(directory / str(RANK) / "m", verbose=False)
 
 
 class Subclassed(keras.Model):
