@@ -38,7 +38,11 @@ _ON_ALL_RANKS = {"HvdAllreduce", "HvdAllgather", "HvdBroadcast"}
 _ASSIGNMENTS = {"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"}
 _CHANGED = "gradients are changed before they are averaged over the ranks"
 _MOVED = "weights are moved by gradients of one rank, before the step of the optimizer"
-_CLIP = " Or let the optimizer clip: it does so after the average."
+_TAPE = (
+    "Take gradients over all ranks: tape = hvd.DistributedGradientTape(tape), before "
+    "tape.gradient(...)."
+)
+_CLIP = "If they are clipped, let the optimizer clip instead: it does so after the average."
 _STRONGEST: tuple[_Kind, ...] = ("changed", "gradient", "data", "exchanged", "equal")
 _FUNCTIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("PartitionedCall", "StatefulPartitionedCall"), ("f",)),
@@ -90,7 +94,10 @@ def record(gradient: Any, tape: Any, target: Any, sources: Any, *args: Any, **kw
             "the mean of the rows, tf.reduce_mean(loss), or op=hvd.Sum.",
             of_gradient=True,
         )
+    has_zeros = len(args) > 1 or "unconnected_gradients" in kwargs
     for one, source in zip(results, sources, strict=True):
+        if not has_zeros and hasattr(source, "assign"):
+            _check_reads(one, source)
         if one is not None and tf.executing_eagerly():
             one._hvd_of_tape = True
             if hasattr(source, "assign") and not in_tape.get():
@@ -99,6 +106,31 @@ def record(gradient: Any, tape: Any, target: Any, sources: Any, *args: Any, **kw
                 before, dense = kept[_SUM], tf.convert_to_tensor(one)
                 kept[_SUM] = dense if before is None else before + dense
     return result
+
+
+def _is_read(gradient: Any) -> bool:
+    """Whether a graph reads a whole variable for a gradient, which is sparse otherwise."""
+    op = gradient.op if isinstance(gradient, tf.Tensor) and hasattr(gradient, "graph") else None
+    if op is None or op.type in ("UnsortedSegmentSum", *_FUNCTIONS):
+        return False  # a sparse one made dense, as by tf.recompute_grad; or unknown
+    if op.type in ("Identity", "IdentityN"):
+        return _is_read(op.inputs[gradient.value_index])
+    return op.type not in ("AddN", "AddV2") or any(map(_is_read, op.inputs))
+
+
+def _check_reads(gradient: Any, variable: Any) -> None:
+    """Warn of a loss that reads a divided table; its layer may, for a regularizer."""
+    shard = shards.of(variable)
+    if shard is None or shard.process_set.size() == 1 or shard.is_regularized:
+        return
+    if _is_read(gradient):
+        missing_calls.tell(
+            f"a loss reads {shards.path_of(variable)} otherwise than by its layer, but each rank "
+            "has a part of it only, so the ranks do not train as one process. Use "
+            "hvd.layers.Embedding(shard=None), embeddings_regularizer= for a penalty, or, without "
+            "gradients, get_table().",
+            shard.process_set,
+        )
 
 
 def _may_be_rows(number: int | None) -> bool:
@@ -118,9 +150,14 @@ def record_graph(gradients: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def record_clip(clip: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``tf.clip_by_value`` and the like: remember what they return."""
-    result = clip(*args, **kwargs)
+    """Replace ``tf.clip_by_value`` and the like: remember what they return.
+
+    Norms of which this rank knows a part are a ValueError.
+    """
     given = tf.nest.flatten(args[0] if args else kwargs.get("t", kwargs.get("t_list")))
+    for one in given if "norm" in clip.__name__ else ():
+        shards.refuse_norms(f"tf.{clip.__name__}", getattr(one, "_hvd_part", None))
+    result = clip(*args, **kwargs)
     every = [one for one in tf.nest.flatten(result) if tf.is_tensor(one)]
     values: list[Any] = [getattr(one, "values", one) for one in every]
     if tf.executing_eagerly():
@@ -162,9 +199,12 @@ def check(
     if clipped or any(walk.kind(one) == "changed" for one, _ in pairs):
         op = walk.culprit or getattr(clipped[0], "op", None)
         frames = op.traceback if op is not None else traceback.extract_stack()
-        _tell(_CHANGED, _line(frames), process_set, _CLIP)
+        # Behind a tape, no rank knows the norm of a divided table.
+        has_parts = len(shards.without(variables)) < len(variables)
+        advice = _CLIP if has_parts else f"{_TAPE} {_CLIP}"
+        _tell(_CHANGED, _line(frames), process_set, advice)
     if moved := next(filter(None, map(walk.moved, shared)), ""):
-        _tell(_MOVED, moved, process_set)
+        _tell(_MOVED, moved, process_set, _TAPE)
     return UNCHANGED
 
 
@@ -180,7 +220,7 @@ def compare(factors: Any, process_set: ProcessSet) -> None:
         return bool((abs(known - other) <= 1e-3 * abs(other)).all())  # not if one is NaN
 
     if len(known) and not are_near(np.float32(1)) and not are_near(known[0]):
-        _tell(_CHANGED, _line(traceback.extract_stack()), process_set, _CLIP)
+        _tell(_CHANGED, _line(traceback.extract_stack()), process_set, f"{_TAPE} {_CLIP}")
 
 
 def _is_argument(value: Any) -> bool:
@@ -200,11 +240,10 @@ def _is_clipped(gradient: Any) -> bool:
     return value.name in names
 
 
-def _tell(what: str, where: str, process_set: ProcessSet, advice: str = "") -> None:
+def _tell(what: str, where: str, process_set: ProcessSet, advice: str) -> None:
     missing_calls.tell(
         f"{what}, at {where}: by each rank's own rows, so {process_set.size()} ranks do not train "
-        "as one process. Take gradients over all ranks: tape = hvd.DistributedGradientTape(tape), "
-        f"before tape.gradient(...).{advice}",
+        f"as one process. {advice}",
         process_set,
     )
 

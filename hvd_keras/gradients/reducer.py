@@ -121,6 +121,7 @@ class GradientReducer(Named):
         gradients = self.options.densified(gradients)
         for i in () if are_reduced else divided:
             gradients[i] = self.options.scale_local(gradients[i], is_divided=True)
+            shards.note_gradient(gradients[i], variables[i])
         # A divided table's gradient is the sum over all ranks already: its lookup has moved it.
         local_ids = {*self.local, *map(shards.variable_id, local)}
         shared = [

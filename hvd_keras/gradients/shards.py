@@ -105,6 +105,7 @@ class Shard:
     # The shape of a slot of any number of dimensions, which one rank has; ``layout`` is that of a
     # table with as many rows. None for tables and their slots.
     owned: tuple[int, ...] | None = None
+    is_regularized: bool = False  # by its layer, which reads it
 
     @property
     def part(self) -> Part:
@@ -172,6 +173,17 @@ def of(variable: Any) -> Shard | None:
     return shard
 
 
+def refuse_parts(variables: Iterable[Any]) -> None:
+    """Raise ValueError if a file that one rank writes would have parts of these variables."""
+    for variable in variables:
+        shard = of(variable)
+        if shard is not None and shard.layout.ranks > 1:
+            raise ValueError(
+                f"this rank has a part of {path_of(variable)} only. Use hvd.save_model(model, "
+                "path), on all ranks, or hvd.callbacks.Checkpoint to continue training."
+            )
+
+
 def sharded_indices(
     variables: Sequence[Any], name: str, op: ReduceOp, process_set: ProcessSet
 ) -> set[int]:
@@ -185,7 +197,7 @@ def sharded_indices(
         shard = of(variable)
         if shard is None:
             continue
-        path = getattr(variable, "path", variable.name)
+        path = path_of(variable)
         if shard.process_set.id() != process_set.id():
             raise ValueError(
                 f"{name}: {path} is divided between {shard.process_set}, but {process_set} trains "
@@ -267,9 +279,14 @@ def inner_variable(variable: Any) -> Any:
     return variable.value if isinstance(variable, Variable) else variable
 
 
+def path_of(variable: Any) -> str:
+    """Return the name of a variable of any Keras or TensorFlow, for errors."""
+    return str(getattr(variable, "path", variable.name))
+
+
 _ADVICE = (
-    "hvd.DistributedOptimizer computes norms over all ranks: use it instead of a tape, and not "
-    "around a MultiOptimizer. Or leave clipping out."
+    "hvd.DistributedOptimizer computes norms over all ranks, for its clipnorm or global_clipnorm: "
+    "use it instead of a tape, and not around a MultiOptimizer. Or leave clipping out."
 )
 
 
@@ -289,12 +306,24 @@ def check_clipping(
         if by_all and variable in local:
             raise ValueError(
                 f"{type(optimizer).__name__} clips by the norm of all gradients (global_clipnorm), "
-                f"but {getattr(variable, 'path', variable.name)} belongs to this rank alone, so "
-                f"each rank would scale the shared gradients differently. {advice}"
+                f"but {path_of(variable)} belongs to this rank alone, so each rank would scale the "
+                f"shared gradients differently. {advice}"
             )
-        shard = of(variable)
-        if shard is not None and shard.process_set.size() > 1:
-            raise ValueError(
-                f"{type(optimizer).__name__} clips by norms (clipnorm, global_clipnorm), but each "
-                f"rank has a part of {variable.path} only. {advice}"
-            )
+        name = f"{type(optimizer).__name__} (clipnorm, global_clipnorm)"
+        refuse_norms(name, variable, advice)
+
+
+def note_gradient(gradient: Any, variable: Any) -> None:
+    """Note whose a gradient is, and the values of a sparse one, of which this rank has a part."""
+    for one in (gradient, getattr(gradient, "values", None)):
+        if one is not None:
+            one._hvd_part = variable
+
+
+def refuse_norms(name: str, variable: Any, advice: str = _ADVICE) -> None:
+    """Raise ValueError if what clips a variable's gradient by its norm knows a part of it only."""
+    shard = of(variable)
+    if shard is not None and shard.process_set.size() > 1:
+        raise ValueError(
+            f"{name} clips by norms, but each rank has a part of {path_of(variable)} only. {advice}"
+        )

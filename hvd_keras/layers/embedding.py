@@ -182,7 +182,8 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
             autocast=False,
         )
         if self.layout is not None:
-            shards.mark(self._embeddings, shards.Shard(self.layout, self.process_set))
+            shard = shards.Shard(self.layout, self.process_set, None, regularizer is not None)
+            shards.mark(self._embeddings, shard)
         self.built = True
 
     @property
@@ -331,11 +332,8 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
         if not self.built:
             return
         place = shards.saving_places.get().get(id(self))
-        if place is None and self.layout is not None and self.layout.ranks > 1:
-            raise ValueError(
-                f"{self.name}: this rank has a part of the table only. Use hvd.save_model(model, "
-                "path), on all ranks, or hvd.callbacks.Checkpoint to continue training."
-            )
+        if place is None:  # pickle and copy write no file
+            shards.refuse_parts([self.embeddings])
         store["0"] = self.embeddings if place is None else place
 
     def load_own_variables(self, store: Any) -> None:

@@ -120,11 +120,8 @@ def refuse(callbacks: Sequence[Any], model: Any, process_set: ProcessSet) -> Non
             )
         orbax = getattr(keras.callbacks, "OrbaxCheckpoint", ())
         slots = getattr(model.optimizer, "variables", ())  # in older optimizers a method
-        if isinstance(callback, orbax) and any(map(shards.of, [*model.variables, *slots])):
-            raise ValueError(
-                "keras.callbacks.OrbaxCheckpoint would save this rank's parts of tables and of the "
-                "optimizer's state. Use hvd.callbacks.Checkpoint, which saves those of all ranks."
-            )
+        if isinstance(callback, orbax):
+            shards.refuse_parts([*model.variables, *slots])
         saves = isinstance(callback, (_CHECKPOINT, orbax))
         if saves and callback.save_freq != "epoch" and model_ranks.rounds_of(model):
             raise ValueError(

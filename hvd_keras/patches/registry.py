@@ -76,6 +76,7 @@ def _rows() -> list[Patch]:
     model, layers = keras.Model, keras.layers
     optimizer, scaled = keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer
     adagrad, bar = keras.optimizers.Adagrad, keras.callbacks.ProgbarLogger
+    (hdf5, _) = storage.writers()[-1]
     return [
         (model, "_maybe_symbolic_build", _VARIABLES, fit_on_tensorflow.build),
         (bar, "set_params", "to show one rank's progress bar by default", patched_fit.set_params),
@@ -90,8 +91,31 @@ def _rows() -> list[Patch]:
         (layers.Embedding, "call", "to look up rows alone", keras_classes.look_up),
         (keras.metrics.MeanMetricWrapper, "update_state", _OF_ALL_ROWS, losses.update),
         *((owner, name, _WHOLE_FILES, _save_file) for owner, name in storage.writers()),
+        (model, "export", _NO_PARTS, _refuse_parts),
+        (hdf5, "save_weights_to_hdf5_group", _NO_PARTS, _refuse_parts),
+        (hdf5, "save_optimizer_weights_to_hdf5_group", _NO_PARTS, _refuse_parts),
+        (tensorflow.saved_model, "save", _NO_PARTS, _refuse_tracked_parts),
+        (tf.train.Checkpoint, "save", _NO_PARTS, _refuse_tracked_parts),
+        (tf.train.Checkpoint, "write", _NO_PARTS, _refuse_tracked_parts),
         *_common_rows(),
     ]
+
+
+def _refuse_parts(write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Replace what writes the variables of a model or an optimizer, but for .keras files."""
+    for one in args:
+        shards.refuse_parts(getattr(one, "variables", ()))
+    return write(*args, **kwargs)
+
+
+def _refuse_tracked_parts(write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Replace what writes all variables that an object of TensorFlow tracks."""
+    roots = (*args, *kwargs.values())
+    for root in (one for one in roots if isinstance(one, tf.__internal__.tracking.Trackable)):
+        for one in tf.train.TrackableView(root).descendants():
+            # Keras's containers of layers are not tracked.
+            shards.refuse_parts([one, *getattr(one, "variables", ())])
+    return write(*args, **kwargs)
 
 
 def _legacy_rows() -> list[Patch]:
@@ -118,6 +142,7 @@ _OF_ALL_ROWS = "to compute functions of all ranks' rows"
 _OF_STEPS = "to trace functions of a script for each kind of step"
 _VARIABLES = "to make variables before the first step"
 _WHOLE_FILES = "to replace files only by complete ones"
+_NO_PARTS = "to refuse files of one rank's parts of tables"
 _ONE_WRITER = "to write files on one rank alone"
 _save_file = functools.partial(storage.save, False)
 

@@ -1,5 +1,6 @@
 """N ranks with parts of tables train like one process with plain Keras's whole tables."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -297,3 +298,55 @@ def test_what_is_not_possible_is_refused() -> None:
         )
     with pytest.raises(ValueError, match=r"features .*x.* name tables that do not exist"):
         hvd.layers.Embeddings({"a": layer}, {"x": "b"})
+
+
+@once
+@pytest.mark.parametrize("compiled", [lambda step: step, tf.function])
+def test_gradients_of_a_part_alone(compiled: Any, warned: list[str]) -> None:
+    """No rank knows the norm of a table's gradient, and what reads its part is no loss of it."""
+    layer = hvd.layers.Embedding(ROWS, COLUMNS, shard="rows")
+    bias, ids = keras.Variable([1.0]), tf.constant([1, 2 + RANK])
+    layer.build()
+    weights = [layer.embeddings, bias]
+
+    def looked_up() -> Any:
+        return tf.reduce_sum(layer(ids)) * tf.reduce_sum(bias)
+
+    def gradients(loss: Any = None, together: bool = True) -> Any:
+        with tf.GradientTape() as tape:
+            value = (loss or looked_up)()
+        tape = hvd.DistributedGradientTape(tape) if together else tape
+        return tape.gradient(value, weights)
+
+    for clip in (
+        lambda: tf.clip_by_global_norm(gradients(), 1.0),
+        lambda: tf.clip_by_norm(gradients()[0], 1.0),
+        lambda: tf.clip_by_norm(t=gradients()[0].values, clip_norm=1.0),
+    ):
+        with pytest.raises(ValueError, match=r"tf.clip_by_.*norm clips by norms, but .*/embedd"):
+            compiled(clip)()
+    values, _ = compiled(lambda: [tf.clip_by_value(one, -0.1, 0.1) for one in gradients()])()
+    np.testing.assert_array_equal(values.values, np.full(values.values.shape, np.float32(0.1)))
+
+    def with_a_penalty() -> Any:
+        return looked_up() + tf.nn.l2_loss(layer.embeddings)
+
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    optimizer.build(weights)
+    assert not warned
+    if compiled is tf.function:  # eager code cannot tell a penalty from what is recomputed
+        compiled(lambda: optimizer.apply(gradients(with_a_penalty, False)))()
+        compiled(lambda: optimizer.apply(tf.clip_by_global_norm(gradients(None, False), 1.0)[0]))()
+        told = hvd.broadcast_object(warned, 0)
+        assert re.search("reads .*/embeddings otherwise than by its layer.*shard=None", told[0])
+        assert re.search(
+            "train as one process. If they are clipped, let the optimizer clip", told[1]
+        )
+        assert len(told) == 2
+        warned.clear()
+    compiled(lambda: gradients(tf.recompute_grad(looked_up)))()
+    layer = hvd.layers.Embedding(ROWS, COLUMNS, embeddings_regularizer="l2", shard="rows")
+    layer.build()
+    weights = [layer.embeddings.value, bias]
+    compiled(lambda: gradients(lambda: looked_up() + tf.add_n(layer.losses)))()
+    assert not warned
