@@ -35,6 +35,11 @@ def hidden(traced: Any) -> str:
     return ""
 
 
+def draws(traced: Any) -> bool:
+    """Whether a function draws random numbers."""
+    return any("Random" in node.op for node in itertools.chain(*nodes_of(traced)))
+
+
 def rounding(traced: Any) -> float:
     """Return by how much, relative to numbers, a function rounds what it computes."""
     nodes = itertools.chain(*nodes_of(traced))

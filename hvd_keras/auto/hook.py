@@ -18,9 +18,9 @@ LEGACY = "hvdrun --auto needs Keras 3, and {}. Leave out --auto, or see docs/mig
 _DIVIDED = "_hvd_divided"  # of a tf.function of the script; False: it is of a library
 
 
-def _check_keras(module: str = "") -> None:
+def _check_keras(trains_legacy: bool = False) -> None:
     """Raise RuntimeError if the script means another Keras than the one imported before it."""
-    if settings.wants_legacy_keras() or module == "tf_keras":
+    if settings.wants_legacy_keras() or trains_legacy:
         raise RuntimeError(LEGACY.format("this script uses tf_keras"))
     check_choice()
 
@@ -100,7 +100,7 @@ def _predict(step: Divided, batches: Any) -> Any:
     return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), first, *more)
 
 
-_LIBRARIES = {"keras", "tensorflow", "hvd_keras"}
+_LIBRARIES = {"keras", "tensorflow", "tf_keras", "hvd_keras"}
 
 
 def call(of_tensorflow: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -111,7 +111,7 @@ def call(of_tensorflow: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
     if divided is None:
         body = self.python_function
         module = str(getattr(body, "__module__", "")).partition(".")[0]
-        _check_keras(module)
+        _check_keras(module == "tf_keras" and body.__name__ == "train_function")
         is_own = module not in _LIBRARIES
         name = f"{getattr(body, '__name__', 'a function')}()"
         divided = is_own and Divided(self, functools.partial(of_tensorflow, self), name)

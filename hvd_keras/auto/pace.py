@@ -24,7 +24,7 @@ _why = ""  # if not
 def note_update(apply: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Replace ``keras.optimizers.Optimizer.apply``: the script trains."""
     global _why
-    _why = _why or "None is of a compiled model or a tf.function, or as docs/auto.md expects it."
+    _why = _why or "None was one that it divides: see docs/auto.md."
     return apply(*args, **kwargs)
 
 

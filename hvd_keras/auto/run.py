@@ -168,6 +168,9 @@ class Divided:
         if hidden and not is_free:
             self._tell(f"{hidden} in it cannot be computed twice, to compare the results")
             return None, whole()
+        if self._has_xla and check.draws(alone):
+            self._tell("XLA draws its random numbers; jit_compile=False lets it be divided")
+            return None, whole()
         if key not in self._built:
             self._built[key] = self._build(alone, is_free, given, tensors, rows, kind)
         built = self._built[key]

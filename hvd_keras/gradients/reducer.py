@@ -89,7 +89,6 @@ class GradientReducer(Named):
         reduced: list[Any] = self.begin(gradients, variables, local).finish()
         return reduced
 
-    # A script's tf.function would convert this code and what it calls, and convert it wrongly.
     def begin(
         self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[Any] = ()
     ) -> "Step":

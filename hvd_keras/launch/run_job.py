@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from hvd_keras import postmortem, timeline
@@ -311,8 +312,7 @@ class Job:
         spec.statistics.start(self._placement.size)
         spec.remains.hosts.update(host.name for host in self._placement.hosts)
         spec.remains.starts.append(self._number)
-        memory = os.memfd_create("mpirun's output")
-        with job_directory(self._number) as self._directory, open(memory, "w+b") as self._text:
+        with job_directory(self._number) as self._directory, TemporaryFile() as self._text:
             planned = self._prepare()
             try:
                 verdict = self._verdict(await self._follow(planned))

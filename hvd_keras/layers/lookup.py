@@ -37,7 +37,6 @@ class Table:
     dtype: str  # of the rows that are sent and returned
 
 
-# A script's tf.function would convert this code, and convert it wrongly.
 def lookup(
     name: str, tables: Sequence[Table], ids: Sequence[Any], process_set: ProcessSet | None
 ) -> list[tf.Tensor]:

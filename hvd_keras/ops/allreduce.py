@@ -11,11 +11,11 @@ from hvd_keras.ops.reduction import (
     Compression,
     Compressor,
     check_reducible,
-    converted,
     wire_dtype,
 )
 from hvd_keras.ops.slices import reduce_slices
 from hvd_keras.runtime import agree
+from hvd_keras.runtime.keras import converted
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.runtime.reductions import Adasum, Average, ReduceOp, Sum, chosen
 

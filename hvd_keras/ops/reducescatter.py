@@ -6,7 +6,8 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras.ops import validate
-from hvd_keras.ops.reduction import Compression, Compressor, check_reducible, converted
+from hvd_keras.ops.reduction import Compression, Compressor, check_reducible
+from hvd_keras.runtime.keras import converted
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.runtime.reductions import Average, ReduceOp, Sum
 

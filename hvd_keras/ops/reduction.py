@@ -57,14 +57,6 @@ class Compressor:
         raise NotImplementedError
 
 
-def converted(method: Any) -> Any:
-    """Return a compressor's method as AutoGraph converts it, where it converts what calls us."""
-    if method.__module__ == __name__:
-        return method
-    autograph = tf.__internal__.autograph
-    return autograph.tf_convert(method, autograph.control_status_ctx())
-
-
 class _Rounding(Compressor):
     """Sends floating-point tensors as ``wire``, if that is narrower."""
 

@@ -3,7 +3,8 @@
 import tensorflow as tf
 
 from hvd_keras.ops import validate
-from hvd_keras.ops.reduction import Compression, Compressor, converted
+from hvd_keras.ops.reduction import Compression, Compressor
+from hvd_keras.runtime.keras import converted
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.runtime.reductions import Average, ReduceOp
 

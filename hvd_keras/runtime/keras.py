@@ -64,17 +64,22 @@ if settings.keras_backend() == "torch":
         return scale
 else:
     import tensorflow as tf
-    from tensorflow.python.autograph.core import config as autograph
+    from tensorflow.python.autograph.core import config
     from tensorflow.python.eager import record
 
     # AutoGraph converts none of this package, as none of Keras: that would take a second for each
     # collective, and some of its code cannot be converted.
-    autograph.CONVERSION_RULES += (autograph.DoNotConvert("hvd_keras"),)
+    config.CONVERSION_RULES += (config.DoNotConvert("hvd_keras"),)
     outside_graphs, is_symbolic = tf.init_scope, tf.is_symbolic_tensor
     is_eager, graph = tf.executing_eagerly, tf.compat.v1.get_default_graph
     is_recording = record.could_possibly_record
     flatten, pack = tf.nest.flatten, tf.nest.pack_sequence_as
     summary = tf.summary
+
+    def converted(function: Any) -> Any:
+        """Return a script's function as AutoGraph converts it, where it converts what calls us."""
+        autograph = tf.__internal__.autograph
+        return autograph.tf_convert(function, autograph.control_status_ctx())
 
     def has_gpu() -> bool:  # noqa: D103
         return bool(tf.config.get_visible_devices("GPU"))

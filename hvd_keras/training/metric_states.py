@@ -76,12 +76,16 @@ def is_summable(metric: Any) -> bool:
 
 def states(model: Any) -> list[MetricState]:
     """Copy the states of a model's metrics, in the order in which Keras logs them."""
+
+    def is_live(part: Any, metric: Any) -> bool:
+        return any(part is v or part is getattr(v, "value", v) for v in metric.variables)
+
     return [
         MetricState(
             metric,
             numbers({name: result}),
             [variable.numpy() for variable in metric.variables] if is_summable(metric) else None,
-            any(hasattr(part, "assign") for part in flatten(result)),
+            any(is_live(part, metric) for part in flatten(result)),
         )
         for name, metric, result in _results(model)
     ]

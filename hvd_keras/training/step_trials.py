@@ -18,7 +18,7 @@ import tensorflow as tf
 from hvd_keras.gradients import model_ranks, origin, shards
 from hvd_keras.gradients.agreement import handle_of
 from hvd_keras.runtime import agree, log
-from hvd_keras.runtime.keras import is_of_keras
+from hvd_keras.runtime.keras import is_legacy, is_of_keras
 from hvd_keras.training import fit_state, preprocessing
 from hvd_keras.training.halves import (
     TOLERANCE,
@@ -82,7 +82,8 @@ def _traced(found: Trial, model: Any, name: str, element_spec: Any) -> tuple[Any
         rows = tf.nest.map_structure(
             lambda spec: tf.TensorSpec([None, *spec.shape[1:]], spec.dtype), element_spec
         )
-        return tf.function(summed, autograph=False).get_concrete_function(rows), rows
+        # tf_keras converts what layers and losses call, in fit as well.
+        return tf.function(summed, autograph=is_legacy).get_concrete_function(rows), rows
 
 
 def _constants_of(traced: Any, layers: Iterable[Any]) -> list[tuple[str, str]]:

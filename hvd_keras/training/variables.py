@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dis
 import importlib
 import random
 import types
@@ -131,10 +132,10 @@ def _outside(function: types.FunctionType) -> Iterable[tuple[str, Any]]:
     for name, cell in names:
         with contextlib.suppress(ValueError):  # it has no value yet
             yield f".{name}", cell.cell_contents
-    for name in function.__code__.co_names:
-        value = function.__globals__.get(name)
-        if _is_variable(value):
-            yield f".{name}", value
+    for instruction in dis.get_instructions(function):
+        value = function.__globals__.get(str(instruction.argval))
+        if instruction.opname == "LOAD_GLOBAL" and _is_variable(value):
+            yield f".{instruction.argval}", value
 
 
 def _named(attributes: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:

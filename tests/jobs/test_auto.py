@@ -218,7 +218,7 @@ def test_steps_that_clip_mask_skip_and_compare_rows(both: Both) -> None:
 @pytest.mark.parametrize(
     ("case", "status", "told"),
     [
-        ("exits", 3, "all steps. None is of a compiled model"),
+        ("exits", 3, "all steps. None was one that it divides"),
         ("fails", 1, "KeyError: 'of the script'"),
         pytest.param("leaves", 4, "rank 0 failed first: exit status 4", marks=pytest.mark.slow),
         ("kills", 137, "rank 1 failed first: killed by SIGKILL"),

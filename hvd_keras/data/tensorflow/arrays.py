@@ -10,6 +10,7 @@ from hvd_keras.data import reading
 from hvd_keras.data.reading import Source
 from hvd_keras.data.row_files import Opened, Shares
 from hvd_keras.data.split import Split
+from hvd_keras.runtime.keras import converted
 
 _ROWS, _BYTES = 1 << 13, 1 << 26  # of all ranks, that Python looks up at once
 _READ = 1 << 20  # bytes, about, that are read at once
@@ -133,7 +134,8 @@ def numbered_rows_source(
 
     def change(batch: Any, *more: Any) -> Any:
         if source.map is not None:
-            batch = source.map(batch, more[0]) if source.seeds else source.map(batch)
+            given = [more[0]] if source.seeds else []
+            batch = converted(source.map)(batch, *given)
         return (batch, more[-1]) if pads else batch
 
     def batches(epoch: Any, row: Any) -> tf.data.Dataset:

@@ -66,6 +66,8 @@ def pattern(directory: pathlib.Path) -> str:
 
 def parse(records):
     x = tf.strings.to_number(tf.strings.strip(records), tf.int64)
+    if tf.reduce_min(x) < 0:  # which AutoGraph converts
+        x = -x
     return x, -x
 
 
