@@ -282,6 +282,10 @@ class Checkpoint(Callback):  # type: ignore[misc]
         every = map(innermost, model_ranks.optimizers_of(self.model, within=True))
         return list({id(one): one for one in every}.values())
 
+    def _scheduled(self) -> list[Any]:
+        every = [*self._optimizers(), *(one.outer for one in model_ranks.rounds_of(self.model))]
+        return list({id(one): one for one in every}.values())
+
     def _assign(self, found: per_rank.Found, own: list[Any]) -> None:
         process_set, ranks = self._hvd_process_set, found.metadata["ranks"]
         for i, (variable, described) in enumerate(zip(own, found.stored, strict=True)):
@@ -303,8 +307,10 @@ class Checkpoint(Callback):  # type: ignore[misc]
     def _go_on(self, found: per_rank.Found, fit: Fit) -> None:
         self.model._initial_epoch = found.metadata["epoch"]
         steps = resuming.rows_then_and_now(found, self._rows, self._hvd_process_set)
-        outer = [one.outer for one in model_ranks.rounds_of(self.model)]
-        resuming.let_schedules_go_on([*self._optimizers(), *outer], *steps)
+        lengths = found.metadata.get("lengths", ())
+        resuming.let_schedules_go_on(self._scheduled(), lengths, *steps)
+        if self.params["steps"] and found.metadata.get("steps") == self.params["steps"]:
+            steps = 1, 1  # as in repeated data
         metrics = self._take_over(found, fit)
         states = found.metadata["passes"]
         resuming.restore_passes(self._passes, states)
@@ -435,6 +441,8 @@ class Checkpoint(Callback):  # type: ignore[misc]
             "batch": batch,
             "ranks": process_set.size(),
             "rows": self._rows,
+            "steps": self.params.get("steps"),
+            "lengths": [*map(resuming.length_of, self._scheduled())],
             "preprocessing": self._preprocessing,
             "updated": variables.updated_by(self.model),
             "rates": [self._rates.get(optimizer) for optimizer in self._optimizers()],

@@ -33,6 +33,9 @@ from hvd_keras.runtime.linux import in_folder
 UNPROVEN = 64
 
 SOCKET = "socket"  # in the job's directory, for a job on this host
+# How Python and shells read a variable; and which belong to a host or a session.
+_READS = re.compile(rb"(?:environ\W+(?:(?:get|pop)\W+)?|getenv\W+|\$\{?)([A-Za-z]\w+)")
+_OF_HOSTS = re.compile("(SLURM|SSH|XDG)_|DISPLAY|HOSTNAME|TERM")
 
 
 class _Peer(Connection):
@@ -249,25 +252,27 @@ class Ranks:
         if not is_restart:
             self._forward_input()
             first = {name: peers[0] for name, peers in hosts.items()}
-            self._tell_missing({name: peer for name, peer in first.items() if not peer.is_here})
+            if away := {name: peer for name, peer in first.items() if not peer.is_here}:
+                self._tell_missing(away)
 
     def _tell_missing(self, peers: Mapping[str, _Peer]) -> None:
-        """Name the variables set here that the command names and ranks elsewhere do not have.
+        """Name the variables set here that the script reads and ranks elsewhere do not have.
 
         They may be secrets, which only the user lets leave this host.
         """
-        text = self._function[:1_000_000]  # behind it are data
+        text = b""
         for word in self.spec.command:
             with contextlib.suppress(OSError):
                 text += Path(word).read_bytes() if word.endswith((".py", ".sh")) else b""
-        named = {name.decode() for name in re.findall(rb"[A-Za-z]\w+", text)}
-        named &= os.environ.keys() - self._start["environment"].keys()
-        missing = {host: named.difference(peer.variables) for host, peer in peers.items()}
+        read = {name.decode() for name in _READS.findall(text)}
+        read = {name for name in read if not _OF_HOSTS.match(name)}
+        read &= os.environ.keys() - self._start["environment"].keys()
+        missing = {host: read.difference(peer.variables) for host, peer in peers.items()}
         if names := sorted(set().union(*missing.values())):
             where = ", ".join(host for host, lacking in missing.items() if lacking)
             say(
-                f"ranks on {where} do not get {', '.join(names)}, set here and named in the "
-                f"command; to pass on: {' '.join(f'--env {name}' for name in names)}"
+                f"ranks on {where} do not get {', '.join(names)}, set here and read by the script; "
+                f"to pass on: {' '.join(f'--env {name}' for name in names)}"
             )
 
     async def _start_one(self, peer: _Peer, start: Mapping[str, Any]) -> None:

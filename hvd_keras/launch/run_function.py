@@ -35,7 +35,7 @@ def run(
 
     The ranks' output is printed here, with the rank before each line. The function calls
     ``hvd.init()`` itself. Function, arguments and results are pickled by cloudpickle, so functions
-    defined in a notebook work; what they import must be installed on all hosts.
+    defined in a notebook work; what they import is found by the caller's ``sys.path`` on all hosts.
 
     Args:
         func: the function.
@@ -94,7 +94,9 @@ def call(
     """
     with tempfile.TemporaryDirectory(prefix="hvdrun-call-") as folder:
         # The function may be one of a module that only the caller's path leads to.
-        Path(folder, FUNCTION).write_bytes(pickle.dumps((sys.path, function)))
+        with Path(folder, FUNCTION).open("wb") as file:
+            pickle.dump(sys.path, file)
+            file.write(function)
         command = [sys.executable, "-m", "hvd_keras.hvdrun"]
         command += ["--call", str(os.getpid()), folder, *options]
         command += [sys.executable, "-m", "hvd_keras.launch.run_function"]
@@ -158,9 +160,9 @@ def main() -> None:
     import cloudpickle
 
     folder = Path(os.environ.pop(CALL))
-    path, function = pickle.loads((folder / FUNCTION).read_bytes())
-    sys.path[:] = dict.fromkeys([*path, *sys.path])
-    func, args, kwargs = cloudpickle.loads(function)
+    with (folder / FUNCTION).open("rb") as file:
+        sys.path[:0] = [place for place in pickle.load(file) if place not in sys.path]
+        func, args, kwargs = pickle.load(file)
     try:
         result = func(*args, **kwargs)
     except SystemExit as error:

@@ -324,12 +324,14 @@ class Job:
             finally:
                 await self._ranks.close()
                 if options.timeline is not None:
-                    with contextlib.suppress(OSError):  # a full disk: ranks have told of it
+                    try:
                         for file in timeline.of_job(Path(options.timeline)):
                             timeline.merge(file)  # rank 0 has not if one failed
                         if Path(options.timeline).exists():
                             name = shlex.quote(options.timeline)
                             say(f"timeline: python -m hvd_keras.timeline {name}")
+                    except OSError as error:
+                        say(f"timeline: {error}; the ranks' files are beside it")
                 if options.stats:
                     say(table(spec.statistics))
         if folder is not None:

@@ -22,7 +22,7 @@ import h5py  # type: ignore[import-untyped]
 import numpy as np
 
 from hvd_keras.gradients import model_ranks, shards
-from hvd_keras.runtime import agree, log
+from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import has_gpu
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.saving import storage
@@ -159,15 +159,8 @@ def _refuse_newer_ones(directory: pathlib.Path, process_set: ProcessSet) -> None
 
 def _read(directory: pathlib.Path, restore: bool, damaged: dict[str, str]) -> Any:
     """Read the last intact checkpoint; return it, its training, and what all ranks must know."""
-    if storage.claim(directory):
-        storage.remove_unfinished(directory)
-        remove_others(directory)
-    else:  # no error: it may be of a host that was lost
-        log.warn_once(
-            f"Checkpoint: another process, which has not ended, uses {directory}. If it trains, "
-            "each removes the other's files, and a restart takes those of either: give each "
-            "training a directory of its own, or end the other one."
-        )
+    storage.remove_unfinished(directory)
+    remove_others(directory)
     if not restore:
         return None, storage.abandon(directory), (None, {}, [], damaged)
     found = storage.read_last(directory, damaged)

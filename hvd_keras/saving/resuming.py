@@ -5,6 +5,7 @@ Keras's own callbacks have the state that they had.
 """
 
 import collections
+import contextlib
 import functools
 import os
 import pathlib
@@ -340,11 +341,32 @@ def rows_then_and_now(
     return (then, rows) if then and rows else (found.metadata["ranks"], process_set.size())
 
 
-def let_schedules_go_on(optimizers: Sequence[Any], then: int, now: int) -> None:
-    """Count an optimizer's steps in those of now, if its rate depends on their number."""
-    for optimizer in optimizers:
-        rate = getattr(optimizer, "_learning_rate", None)
-        if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+_LENGTHS = ("boundaries", "decay_steps", "first_decay_steps", "warmup_steps")
+
+
+def length_of(optimizer: Any) -> float | None:
+    """Return how many steps a schedule of learning rates has; None without one that says so."""
+    rate = getattr(optimizer, "_learning_rate", None)
+    if not isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+        return None
+    with contextlib.suppress(NotImplementedError):  # one of the user's
+        config = rate.get_config()
+        return max(map(float, flatten([config.get(name, 0.0) for name in _LENGTHS]))) or None
+    return None
+
+
+def let_schedules_go_on(
+    optimizers: Sequence[Any], lengths: Sequence[float | None], then: int, now: int
+) -> None:
+    """Count optimizers' steps in those of now where the script counts those of schedules so, too.
+
+    Args:
+        optimizers: all of a model.
+        lengths: what ``length_of`` returned for each when the checkpoint was written.
+        then, now: the rows of a step.
+    """
+    for optimizer, length in zip(optimizers, lengths, strict=False):
+        if length and length_of(optimizer) not in (None, length):
             seen, every = int(optimizer._iterations), optimizer.gradient_accumulation_steps or 1
             steps = seen * then // now
             # As many are left to the next update, for the sums of gradients are those of then.

@@ -6,8 +6,7 @@ file is covered, no file passes for another, and HDF5 never parses a damaged fil
 a text ``facts`` (JSON) and a group ``variables`` with one dataset per variable, in order.
 
 A training that begins anew in a folder with checkpoints names itself in the file ``training`` there
-until its first checkpoint has replaced them: meanwhile they count for nothing. The process that
-writes there holds a lock on the file ``lock``.
+until its first checkpoint has replaced them: meanwhile they count for nothing.
 """
 
 import contextlib
@@ -85,26 +84,6 @@ def _position(path: pathlib.Path) -> tuple[int, ...]:
 def newest(directory: pathlib.Path) -> list[int]:
     """Return the epoch and the batch of the most advanced checkpoint; [] without one."""
     return [*_position(found[0])] if (found := files(directory)) else []
-
-
-_claimed: dict[pathlib.Path, int] = {}  # descriptors; to close one would give up the lock
-
-
-def claim(directory: pathlib.Path) -> bool:
-    """Lock a directory until this process ends; return False if another process has locked it."""
-    path = directory / "lock"
-    if path in _claimed and path.exists():
-        return True
-    with contextlib.suppress(OSError):  # read-only, for example
-        directory.mkdir(parents=True, exist_ok=True)
-        _claimed[path] = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            # A flock would last as long as forks of this process, which may survive it.
-            fcntl.lockf(_claimed[path], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:  # also of a file system without locks
-            os.close(_claimed.pop(path))
-            return error.errno not in (errno.EACCES, errno.EAGAIN)
-    return True
 
 
 def remove_unfinished(directory: pathlib.Path) -> None:

@@ -44,8 +44,8 @@ def test_a_job_on_three_hosts(hosts: Hosts, tmp_path: Path) -> None:
     """
     code = """
         print(socket.gethostname(), ascii(sys.argv[1:]), repr(sys.stdin.read()))
-        names = "OMP_NUM_THREADS", "MINE", "YOURS", "KMP_X", "TMPDIR"
-        print(*map(os.environ.get, names), os.getcwd())
+        names = "OMP_NUM_THREADS", "MINE", "KMP_X", "TMPDIR"
+        print(*map(os.environ.get, names), os.getcwd(), os.environ.get("YOURS"))
         print(sorted(name for name in os.environ if name.startswith("HVDRUN")), file=sys.stderr)
         print("x" * 300_000)
         """
@@ -83,7 +83,7 @@ def test_a_job_on_three_hosts(hosts: Hosts, tmp_path: Path) -> None:
         temporary = hosts[int(name[-1]) - 1].temporary
         assert lines == [
             f"[{rank}] {name} {arguments!a} {given}",
-            f"[{rank}] {threads} $(mine) None 7 {temporary}/hvdrun-{number}/tmp {tmp_path}",
+            f"[{rank}] {threads} $(mine) 7 {temporary}/hvdrun-{number}/tmp {tmp_path} None",
             f"[{rank}] {'x' * 300_000}",
         ]
         copy = (tmp_path / f"out/rank-{rank}.txt").read_text()
@@ -91,7 +91,7 @@ def test_a_job_on_three_hosts(hosts: Hosts, tmp_path: Path) -> None:
         assert f"[{rank}] ['HVDRUN_JOB', 'HVDRUN_TELL', 'HVDRUN_VERBOSE']\n" in done.stderr
     assert re.search(r"^HVDRUN_SECRET=SECRET$", done.stderr, re.MULTILINE)
     assert (
-        "\nhvdrun: ranks on server2, server3 do not get YOURS, set here and named in the command; "
+        "\nhvdrun: ranks on server2, server3 do not get YOURS, set here and read by the script; "
         "to pass on: --env YOURS\n"
     ) in done.stderr
 

@@ -119,7 +119,7 @@ def test_an_exception_in_fit_waits_for_the_file(hvdrun) -> None:
             )
         except KeyboardInterrupt:
             if hvd.rank() == 0:  # which writes
-                print("files:", [path.name for path in pathlib.Path("states").glob("*check*")])
+                print("files:", [path.name for path in pathlib.Path("states").glob("*")])
         hvd.barrier()
     """)
     job = hvdrun.run("-np", "2", "--oversubscribe", sys.executable, script)

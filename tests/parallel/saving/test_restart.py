@@ -377,7 +377,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(directory, text
     if RANK == 0:
         assert f"checkpoint-00002-0000000.h5: {text}" in told[0]
         assert "Restoring" in told[0]
-        assert len(list(directory.glob("*checkpoint*"))) == 2
+        assert len(list(directory.iterdir())) == 2
     assert_same_state(again, undisturbed)
 
 
@@ -456,10 +456,7 @@ def test_a_full_disk_can_be_caught_on_all_ranks(directory, part: float) -> None:
     assert caught.value.errno == errno.EFBIG
     assert len(os.listdir("/proc/self/fd")) <= descriptors, "the space is not given back"
     if RANK == 0:
-        assert {path.name for path in directory.iterdir()} == {
-            "checkpoint-00001-0000000.h5",
-            "lock",
-        }
+        assert [path.name for path in directory.iterdir()] == ["checkpoint-00001-0000000.h5"]
     again = build(adam)
     train(again, hvd.callbacks.Checkpoint(directory), epochs=1)
     assert_same_state(again, model)

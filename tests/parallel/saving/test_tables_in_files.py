@@ -77,7 +77,7 @@ def test_an_interrupted_training_goes_on(directory, restores_best: bool) -> None
     train(again, hvd.callbacks.Checkpoint(directory, save_freq=2), *more())
     assert_same(state_of(again), state_of(undisturbed))
     if RANK == 0:
-        names = sorted(path.name for path in directory.glob("*checkpoint*"))
+        names = sorted(path.name for path in directory.iterdir())
         assert len(names) == 2 * (1 + SIZE), "each has a file of each rank, and no others are left"
 
 
@@ -203,7 +203,6 @@ def test_a_part_that_cannot_be_written_is_an_error_on_all_ranks(directory) -> No
     class InTheWay(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             if epoch == 0:
-                (directory / "lock").unlink()
                 directory.rmdir()
                 directory.write_text("in the way")
 
