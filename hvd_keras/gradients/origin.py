@@ -152,10 +152,11 @@ def record_graph(gradients: Any, *args: Any, **kwargs: Any) -> Any:
 def record_clip(clip: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``tf.clip_by_value`` and the like: remember what they return.
 
-    Norms of which this rank knows a part are a ValueError.
+    Norms of which this rank knows a part are a ValueError, unless the script gives them, or axes.
     """
+    chosen = args[2] if len(args) > 2 else kwargs.get("use_norm", kwargs.get("axes"))
     given = tf.nest.flatten(args[0] if args else kwargs.get("t", kwargs.get("t_list")))
-    for one in given if "norm" in clip.__name__ else ():
+    for one in given if "norm" in clip.__name__ and chosen is None else ():
         shards.refuse_norms(f"tf.{clip.__name__}", getattr(one, "_hvd_part", None))
     result = clip(*args, **kwargs)
     every = [one for one in tf.nest.flatten(result) if tf.is_tensor(one)]

@@ -332,7 +332,7 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
         if not self.built:
             return
         place = shards.saving_places.get().get(id(self))
-        if place is None:  # pickle and copy write no file
+        if place is None:  # as pickle and copy call it
             shards.refuse_parts([self.embeddings])
         store["0"] = self.embeddings if place is None else place
 

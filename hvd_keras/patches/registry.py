@@ -95,8 +95,7 @@ def _rows() -> list[Patch]:
         (hdf5, "save_weights_to_hdf5_group", _NO_PARTS, _refuse_parts),
         (hdf5, "save_optimizer_weights_to_hdf5_group", _NO_PARTS, _refuse_parts),
         (tensorflow.saved_model, "save", _NO_PARTS, _refuse_tracked_parts),
-        (tf.train.Checkpoint, "save", _NO_PARTS, _refuse_tracked_parts),
-        (tf.train.Checkpoint, "write", _NO_PARTS, _refuse_tracked_parts),
+        (tf.train.Checkpoint, "_write", _NO_PARTS, _refuse_tracked_parts),
         *_common_rows(),
     ]
 
@@ -114,7 +113,8 @@ def _refuse_tracked_parts(write: Callable[..., Any], *args: Any, **kwargs: Any) 
     for root in (one for one in roots if isinstance(one, tf.__internal__.tracking.Trackable)):
         for one in tf.train.TrackableView(root).descendants():
             # Keras's containers of layers are not tracked.
-            shards.refuse_parts([one, *getattr(one, "variables", ())])
+            is_of_keras = isinstance(one, (keras.layers.Layer, keras.optimizers.Optimizer))
+            shards.refuse_parts([one, *(one.variables if is_of_keras else ())])
     return write(*args, **kwargs)
 
 

@@ -328,6 +328,8 @@ def test_gradients_of_a_part_alone(compiled: Any, warned: list[str]) -> None:
     values, _ = compiled(lambda: [tf.clip_by_value(one, -0.1, 0.1) for one in gradients()])()
     np.testing.assert_array_equal(values.values, np.full(values.values.shape, np.float32(0.1)))
 
+    compiled(lambda: tf.clip_by_global_norm(gradients(), 1.0, use_norm=tf.ones([])))()
+
     def with_a_penalty() -> Any:
         return looked_up() + tf.nn.l2_loss(layer.embeddings)
 

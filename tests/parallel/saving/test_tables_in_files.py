@@ -278,10 +278,15 @@ def test_a_plain_layer_of_the_same_name_in_another_model_stays_plain(directory) 
 def test_what_cannot_be_saved(directory) -> None:
     model = build()
     tracked = tf.train.Checkpoint(model=model)
+    manager = tf.train.CheckpointManager(tracked, str(directory), max_to_keep=1)
     ways = [
         *((model.save, "m.keras"), (model.save, "m.h5"), (model.save_weights, "m.weights.h5")),
         *((model.export, "m"), (lambda path: tf.saved_model.save(model, path), "m")),
-        *((tracked.save, "m"), (tracked.write, "m"), (lambda path: pickle.dumps(model), "m")),
+        *(
+            (tracked.write, "m"),
+            (lambda _: manager.save(), "m"),
+            (lambda path: pickle.dumps(model), "m"),
+        ),
     ]
     for save, name in ways if RANK == 0 else ():  # alone: it waits for no other rank
         with pytest.raises(ValueError, match=r"a part of .*/embeddings only. Use hvd.save_model"):
@@ -309,6 +314,8 @@ def test_a_share_of_an_optimizers_state_is_in_no_file(directory) -> None:
             save(directory / str(RANK) / name)
     model.save(directory / str(RANK) / "m.h5", include_optimizer=False)
     model.export(directory / str(RANK) / "m", verbose=False)
+    other = tf.train.Checkpoint(other=tf.compat.v1.train.AdamOptimizer())
+    other.write(str(directory / str(RANK) / "other"))
 
 
 class Subclassed(keras.Model):
