@@ -323,7 +323,7 @@ def test_gradients_of_a_part_alone(compiled: Any, warned: list[str]) -> None:
         lambda: tf.clip_by_norm(gradients()[0], 1.0),
         lambda: tf.clip_by_norm(t=gradients()[0].values, clip_norm=1.0),
     ):
-        with pytest.raises(ValueError, match=r"tf.clip_by_.*norm clips by norms, but .*/embeddings"):
+        with pytest.raises(ValueError, match=r"clip_by_.*norm clips by norms, but .*/embeddings"):
             compiled(clip)()
     values, _ = compiled(lambda: [tf.clip_by_value(one, -0.1, 0.1) for one in gradients()])()
     np.testing.assert_array_equal(values.values, np.full(values.values.shape, np.float32(0.1)))
