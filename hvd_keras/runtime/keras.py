@@ -26,6 +26,8 @@ is_eager: Any = lambda: True  # noqa: E731
 graph: Any = lambda: None  # noqa: E731
 #: Whether something records what eager code computes, to take gradients.
 is_recording: Any = lambda: True  # noqa: E731
+#: Returns a script's function as AutoGraph converts it, where it converts what calls us.
+converted: Callable[[Any], Any] = lambda function: function  # noqa: E731
 #: Returns the array that a variable has now, even if it changes later.
 snapshot: Any = np.array
 #: Lets an optimizer change variables so that a snapshot costs no copy.
@@ -76,8 +78,7 @@ else:
     flatten, pack = tf.nest.flatten, tf.nest.pack_sequence_as
     summary = tf.summary
 
-    def converted(function: Any) -> Any:
-        """Return a script's function as AutoGraph converts it, where it converts what calls us."""
+    def converted(function: Any) -> Any:  # noqa: D103
         autograph = tf.__internal__.autograph
         return autograph.tf_convert(function, autograph.control_status_ctx())
 
