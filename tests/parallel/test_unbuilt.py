@@ -193,7 +193,7 @@ def test_the_documentation_names_every_class_that_is_patched() -> None:
     text = (pathlib.Path(__file__).parents[2] / "docs" / "design.md").read_text()
     for owner, *_ in registry._rows():
         name = owner.__name__.rpartition(".")[2]
-        assert re.search(rf"`(tf\.(train\.)?)?{name}`", text), owner
+        assert re.search(rf"`(tf\.)?{name}`", text), owner
 
 
 def test_keras_is_patched_once() -> None:
