@@ -15,7 +15,7 @@ from hvd_keras.callbacks.base import Callback
 from hvd_keras.data.sources import Passes
 from hvd_keras.gradients import model_ranks, shards
 from hvd_keras.runtime import agree
-from hvd_keras.runtime.keras import innermost, is_legacy, replace_values, snapshot
+from hvd_keras.runtime.keras import innermost_of, is_legacy, replace_values, snapshot
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.saving import background, per_rank, resuming, storage
 from hvd_keras.training import metric_states, preprocessing, variables
@@ -278,13 +278,12 @@ class Checkpoint(Callback):  # type: ignore[misc]
                 optimizer.learning_rate = float(optimizer.learning_rate) * now / then
 
     def _optimizers(self) -> list[Any]:
-        # Once each: a model may hold both a LossScaleOptimizer and the one inside it.
-        every = map(innermost, model_ranks.optimizers_of(self.model, within=True))
-        return list({id(one): one for one in every}.values())
+        # A model may hold both a LossScaleOptimizer and the one inside it.
+        return innermost_of(model_ranks.optimizers_of(self.model, within=True))
 
     def _scheduled(self) -> list[Any]:
-        every = [*self._optimizers(), *(one.outer for one in model_ranks.rounds_of(self.model))]
-        return list({id(one): one for one in every}.values())
+        outer = [one.outer for one in model_ranks.rounds_of(self.model)]
+        return innermost_of([*self._optimizers(), *outer])
 
     def _assign(self, found: per_rank.Found, own: list[Any]) -> None:
         process_set, ranks = self._hvd_process_set, found.metadata["ranks"]

@@ -1,6 +1,5 @@
 """Compares a step that is divided with the same step on the first rank alone."""
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +9,6 @@ import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
 from hvd_keras.auto import messages
-from hvd_keras.training.row_trials import nodes_of
 
 # Beginnings of the names of ops with a state that variables hold, or that a step only reads.
 _OF_VARIABLES = (
@@ -26,23 +24,22 @@ _ROUNDING = 1e-6
 _ROUNDINGS = {tf.float16.as_datatype_enum: 2**-8, tf.bfloat16.as_datatype_enum: 2**-6}
 
 
-def hidden(traced: Any) -> str:
+def hidden(nodes: Sequence[Any]) -> str:
     """Return an op of a function whose effect is no change of variables; "" if there is none."""
-    for node in itertools.chain(*nodes_of(traced)):
+    for node in nodes:
         op = op_def_registry.get(node.op)
         if op and op.is_stateful and not node.op.startswith(_OF_VARIABLES):
             return str(node.op)
     return ""
 
 
-def draws(traced: Any) -> bool:
+def draws(nodes: Sequence[Any]) -> bool:
     """Whether a function draws random numbers."""
-    return any("Random" in node.op for node in itertools.chain(*nodes_of(traced)))
+    return any("Random" in node.op for node in nodes)
 
 
-def rounding(traced: Any) -> float:
+def rounding_of(nodes: Sequence[Any]) -> float:
     """Return by how much, relative to numbers, a function rounds what it computes."""
-    nodes = itertools.chain(*nodes_of(traced))
     types = {value.type for node in nodes for value in node.attr.values()}
     return max([_ROUNDING, *(_ROUNDINGS[one] for one in types & _ROUNDINGS.keys())])
 
@@ -77,7 +74,7 @@ def compared(
 
     Args:
         variables: the handles of those that may change.
-        rounding: as the function of this name returns it.
+        rounding: what ``rounding_of`` returns for it.
 
     Returns:
         How the second way differs, or ""; and the outputs of the way whose values stay.

@@ -4,6 +4,7 @@ import contextlib
 import contextvars
 import functools
 import inspect
+import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from hvd_keras.auto.places import SENT, UnknownError, WholeError
 from hvd_keras.auto.plan import Plan
 from hvd_keras.ops.validate import raw
 from hvd_keras.runtime import agree, log, rank_info
+from hvd_keras.training.row_trials import nodes_of
 
 #: TensorFlow's own, as ``hook`` replaces it in the script.
 function = tf.function
@@ -164,11 +166,12 @@ class Divided:
         is_free = all(t.shape[0] is None for t, x in pairs if _has(x, rows))
         # One process draws anew in each trace.
         key = shapes, id(alone if is_free else kind) if is_free or kind.draws else 0
-        hidden = check.hidden(alone)
+        nodes = [*itertools.chain(*nodes_of(alone))]
+        hidden = check.hidden(nodes)
         if hidden and not is_free:
             self._tell(f"{hidden} in it cannot be computed twice, to compare the results")
             return None, whole()
-        if self._has_xla and check.draws(alone):
+        if self._has_xla and check.draws(nodes):
             self._tell("XLA draws its random numbers; jit_compile=False lets it be divided")
             return None, whole()
         if key not in self._built:
@@ -185,7 +188,7 @@ class Divided:
             self._tell("its variables are too large to compare two steps")
             return None, whole()
         divided = functools.partial(run, tensors)
-        why, outputs = check.compared(whole, divided, variables, check.rounding(alone))
+        why, outputs = check.compared(whole, divided, variables, check.rounding_of(nodes))
         if why:
             self._is_other = True
             self._tell(f"divided, it gives something else: {why}")

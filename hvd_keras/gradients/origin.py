@@ -94,11 +94,12 @@ def record(gradient: Any, tape: Any, target: Any, sources: Any, *args: Any, **kw
             "the mean of the rows, tf.reduce_mean(loss), or op=hvd.Sum.",
             of_gradient=True,
         )
+    is_eager = tf.executing_eagerly()
     has_zeros = len(args) > 1 or "unconnected_gradients" in kwargs
     for one, source in zip(results, sources, strict=True):
-        if not has_zeros and hasattr(source, "assign"):
+        if not (is_eager or has_zeros) and hasattr(source, "assign"):
             _check_reads(one, source)
-        if one is not None and tf.executing_eagerly():
+        if one is not None and is_eager:
             one._hvd_of_tape = True
             if hasattr(source, "assign") and not in_tape.get():
                 _of_others.add(source)

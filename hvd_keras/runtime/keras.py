@@ -8,7 +8,7 @@ import functools
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -188,6 +188,11 @@ def divisors(loss: Any, values: Any, y_pred: Any, sample_weight: Any) -> list[An
 def innermost(optimizer: Any) -> Any:
     """Return the optimizer inside a LossScaleOptimizer; other optimizers unchanged."""
     return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def innermost_of(optimizers: Iterable[Any]) -> list[Any]:
+    """Return what ``innermost`` returns for optimizers, each once."""
+    return list({id(one): one for one in map(innermost, optimizers)}.values())
 
 
 def require(owner: Any, attribute: str, reason: str) -> None:

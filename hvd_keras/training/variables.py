@@ -18,6 +18,7 @@ from hvd_keras.runtime.keras import (
     Variable,
     flatten,
     innermost,
+    innermost_of,
     is_legacy,
     keras,
     optimizer_classes,
@@ -248,7 +249,7 @@ def average_accumulated(model: Any, process_set: ProcessSet, other: Any = None) 
     optimizer that is in no attribute of the model.
     """
     every = [*model_ranks.optimizers_of(model, within=True), *([] if other is None else [other])]
-    optimizers = list({id(one): one for one in map(innermost, every)}.values())
+    optimizers = innermost_of(every)
     accumulates = any(getattr(o, "gradient_accumulation_steps", None) for o in optimizers)
     if is_legacy or not accumulates:  # optimizers of packages do it in their own way there
         return []
