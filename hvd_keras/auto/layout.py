@@ -1,13 +1,23 @@
 """Rules of ops that move numbers without computing: reshape, transpose, slice, gather, pad..."""
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from hvd_keras.auto.places import ALL, FULL, SUM, Dim, Dims, Node, Rows, UnknownError
-from hvd_keras.auto.rules import AFTER_LINEAR, Plan, all_of, axes_of, has_partial, rows_of, rule
+from hvd_keras.auto.places import ALL, FULL, SUM, Dim, Dims, Node, Rows, UnknownError, Value
+from hvd_keras.auto.rules import (
+    AFTER_LINEAR,
+    RULES,
+    Plan,
+    all_of,
+    axes_of,
+    has_partial,
+    rows_of,
+    rule,
+)
 from hvd_keras.auto.sizes import known, numbers, only, rows, shape_of
 
 _MANY = 1 << 30  # rows
@@ -39,27 +49,56 @@ def _reshape(node: Node) -> Plan:
     return [x.place, Dims(tuple(target))], [place]
 
 
-@rule("Squeeze", table=AFTER_LINEAR)
-def _squeeze(node: Node) -> Plan:
-    (x,) = node.inputs
-    axes, at = [a % x.rank for a in node.attr("squeeze_dims")], rows(x).axis
-    if not axes or at in axes:
-        return None
-    return [x.place], [Rows(at - sum(a < at for a in axes), x.place.m)]
+def _without(axes: Sequence[int], at: int) -> int | None:
+    """Return where an axis is once others are gone; None if it is among them."""
+    return None if at in axes else at - sum(axis < at for axis in axes)
 
 
-@rule("ExpandDims", table=AFTER_LINEAR)
-def _expand(node: Node) -> Plan:
-    x = node.inputs[0]
-    at, axis = known(node.inputs[1])[0] % (x.rank + 1), rows(x).axis
-    return [x.place, all_of(node.inputs[1])], [Rows(axis + (at <= axis), x.place.m)]
+# Of ops that move the rows of one input, ``x``: where their axis ``at`` goes; None: they meet.
+_AFTER: dict[str, Callable[[Node, Value, int], int | None]] = {
+    "Transpose": lambda node, x, at: known(node.inputs[1]).index(at),
+    "ExpandDims": lambda node, x, at: at + (known(node.inputs[1])[0] % (x.rank + 1) <= at),
+    "OneHot": lambda node, x, at: at + (node.attr("axis") % (x.rank + 1) <= at),
+    "Squeeze": lambda node, x, at: _without(
+        [axis % x.rank for axis in node.attr("squeeze_dims")] or [at], at
+    ),
+    "Unpack": lambda node, x, at: _without([node.attr("axis") % x.rank], at),
+    "EnsureShape": lambda node, x, at: (
+        at if [dim.size for dim in node.attr("shape").dim][at : at + 1] == [-1] else None
+    ),
+    "Tile": lambda node, x, at: at if known(node.inputs[1])[at] == 1 else None,
+    "Split": lambda node, x, at: None if at in axes_of(node.inputs[0], x.rank) else at,
+    "SplitV": lambda node, x, at: None if at in axes_of(node.inputs[2], x.rank) else at,
+    **dict.fromkeys(
+        ("Cumsum", "Cumprod", "ReverseV2"),
+        lambda node, x, at: None if at in axes_of(node.inputs[1], x.rank) else at,
+    ),
+    **dict.fromkeys(
+        ("ArgMax", "ArgMin"),
+        lambda node, x, at: _without(axes_of(node.inputs[1], x.rank), at),
+    ),
+    **dict.fromkeys(("Softmax", "LogSoftmax"), lambda node, x, at: at if at < x.rank - 1 else None),
+    **dict.fromkeys(
+        ("MatrixBandPart", "MatrixDiagPartV3", "MatrixDiagV3", "MatrixInverse", "Cholesky"),
+        lambda node, x, at: at if at < x.rank - 2 else None,
+    ),
+    **dict.fromkeys(
+        ("Pad", "PadV2", "MirrorPad", "MirrorPadGrad"),
+        lambda node, x, at: None if any(known(node.inputs[1])[2 * at : 2 * at + 2]) else at,
+    ),
+}
 
 
-@rule("Transpose", table=AFTER_LINEAR)
-def _transpose(node: Node) -> Plan:
-    x, order = node.inputs
-    place, axes = rows(x), known(order)
-    return [place, Dims(tuple(axes))], [Rows(axes.index(place.axis), place.m)]
+def _move(node: Node) -> Plan:
+    data = only(x for x in node.inputs if x.place != FULL)
+    place = rows(data)
+    after = _AFTER[node.type](node, data, place.axis)
+    needs = [place if x is data else all_of(x) for x in node.inputs]
+    return None if after is None else (needs, [Rows(after, place.m)] * len(node.outputs))
+
+
+for _name in _AFTER:
+    (AFTER_LINEAR if _name in RULES else RULES)[_name] = _move
 
 
 @rule("ConcatV2")
@@ -84,25 +123,6 @@ def _together(node: Node, parts: list[Any], at: int, more: list[Any], new: int) 
     if any(x.place == FULL and x.shape[place.axis] is not None for x in parts):
         return None
     return [place] * len(parts) + more, [Rows(place.axis + (new and at <= place.axis), place.m)]
-
-
-@rule("Unpack")
-def _unpack(node: Node) -> Plan:
-    (x,) = node.inputs
-    at, axis = node.attr("axis") % x.rank, rows(x).axis
-    if axis == at:
-        return None
-    return [x.place], [Rows(axis - (at < axis), x.place.m)] * len(node.outputs)
-
-
-@rule("Split", "SplitV")
-def _split(node: Node) -> Plan:
-    data = node.inputs[1 if node.type == "Split" else 0]
-    axis = node.inputs[0 if node.type == "Split" else 2]
-    if rows(data).axis in axes_of(axis, data.rank):
-        return None
-    needs = [x.place if x is data else all_of(x) for x in node.inputs]
-    return needs, [data.place] * len(node.outputs)
 
 
 @rule("StridedSlice", "StridedSliceGrad")
@@ -150,22 +170,6 @@ def _slice(node: Node) -> Plan:
     return [x.place, Dims(tuple(b)), Dims(tuple(s))], [x.place]
 
 
-@rule("Pad", "PadV2", "MirrorPad", "MirrorPadGrad")
-def _pad(node: Node) -> Plan:
-    x, amounts, *more = node.inputs
-    at = 2 * rows(x).axis
-    if any(known(amounts)[at : at + 2]):
-        return None
-    return [x.place, ALL, *[ALL] * len(more)], [x.place]
-
-
-@rule("Tile")
-def _tile(node: Node) -> Plan:
-    x, counts = node.inputs
-    times = known(counts)
-    return ([x.place, Dims(tuple(times))], [x.place]) if times[rows(x).axis] == 1 else None
-
-
 @rule("BroadcastTo")
 def _broadcast_to(node: Node) -> Plan:
     x, shape = node.inputs
@@ -199,13 +203,6 @@ def _gather(node: Node) -> Plan:
     return None
 
 
-@rule("OneHot")
-def _one_hot(node: Node) -> Plan:
-    x = node.inputs[0]
-    at, axis = node.attr("axis") % (x.rank + 1), rows(x).axis
-    return [x.place, ALL, ALL, ALL], [Rows(axis + (at <= axis), x.place.m)]
-
-
 @rule("UnsortedSegmentSum", "ScatterNd")
 def _segment_sum(node: Node) -> Plan:
     by_place = node.type == "ScatterNd"
@@ -219,9 +216,3 @@ def _segment_sum(node: Node) -> Plan:
     if has_partial(node) or place.axis >= axes or fixed:
         return None
     return [place, place, need], [SUM]
-
-
-@rule("MatrixBandPart", "MatrixDiagPartV3", "MatrixDiagV3", "MatrixInverse", "Cholesky")
-def _batched_matrices(node: Node) -> Plan:
-    x, *more = node.inputs
-    return ([x.place, *[ALL] * len(more)], [x.place]) if rows(x).axis < x.rank - 2 else None

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hvd_keras.auto.places import ALL, FULL, SUM, Dim, Dims, Node, Partial, Rows, Value, words
-from hvd_keras.auto.sizes import fixed, known, numbers, only, rows
+from hvd_keras.auto.sizes import fixed, known, numbers, only
 
 Plan = tuple[list[Any], list[Any]] | None
 RULES: dict[str, Callable[[Node], Plan]] = {}
@@ -138,14 +138,6 @@ def select(node: Node) -> Plan:
     return [condition.place] * 3, [condition.place]
 
 
-@rule("EnsureShape")
-def _ensure_shape(node: Node) -> Plan:
-    (x,) = node.inputs
-    shape = node.attr("shape")
-    dims = [d.size for d in shape.dim]
-    return ([x.place], [x.place]) if dims[rows(x).axis : rows(x).axis + 1] == [-1] else None
-
-
 @rule("Bitcast")
 def _bitcast(node: Node) -> Plan:
     return elementwise(node) if node.inputs[0].shape.rank == node.outputs[0].shape.rank else None
@@ -208,22 +200,6 @@ def _reduce(node: Node) -> Plan:
     if node.type in kinds and x.dtype.name != "float16":
         return [x.place, need], [Partial(kinds[node.type])]
     return None
-
-
-@rule("Softmax", "LogSoftmax")
-def _along_last(node: Node) -> Plan:
-    x = node.inputs[0]
-    return ([x.place], [x.place]) if rows(x).axis != x.rank - 1 else None
-
-
-@rule("ArgMax", "ArgMin", "Cumsum", "Cumprod", "ReverseV2")
-def _along_axes(node: Node) -> Plan:
-    x = node.inputs[0]
-    axes, axis = axes_of(node.inputs[1], x.rank), rows(x).axis
-    if axis in axes:
-        return None
-    after = axis - (node.type.startswith("Arg") and axes[0] < axis)
-    return [x.place, all_of(node.inputs[1])], [Rows(after, x.place.m)]
 
 
 def _contract(node: Node, terms: list[str], out: str) -> Plan:
