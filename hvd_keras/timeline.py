@@ -120,16 +120,12 @@ def _events(ranks: Mapping[int, tuple[str, Sequence[Served]]]) -> Iterator[dict[
             waits[one[:2]][rank] = one.start - one.ready
     first = min((own[0].ready + shifts[rank] for rank, (_, own) in ranks.items() if own), default=0)
     for rank, (host, own) in ranks.items():
-        named: list[tuple[str, int, dict[str, Any]]] = [
-            ("process_name", 0, {"name": f"rank {rank} on {host}"}),
-            ("process_sort_index", 0, {"sort_index": rank}),
-        ]
+        about = {"ph": "M", "pid": rank, "tid": 0}
+        yield {**about, "name": "process_name", "args": {"name": f"rank {rank} on {host}"}}
+        yield {**about, "name": "process_sort_index", "args": {"sort_index": rank}}
         for row in {one.process_set for one in own}:
-            named.append(
-                ("thread_name", row, {"name": f"process set {row}" if row else "all ranks"})
-            )
-        for what, row, told in named:
-            yield {"ph": "M", "name": what, "pid": rank, "tid": row, "args": told}
+            name = f"process set {row}" if row else "all ranks"
+            yield {**about, "name": "thread_name", "tid": row, "args": {"name": name}}
         for one in own:
             last = _last(waits[one[:2]])
             title = one.title.rstrip(b"\0").decode(errors="replace")

@@ -11,11 +11,11 @@ import re
 import subprocess
 import sys
 import tempfile
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from hvd_keras.launch.onhost.worker import CALL, FUNCTION, RESULT, STARTED
 
@@ -115,35 +115,24 @@ def _follow(
     """Run hvdrun; returns its exit status, and why it failed, of what it says itself."""
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     how: Any = {**pipes, "start_new_session": True, **process}
-    with subprocess.Popen(command, **how) as hvdrun:
-        own: deque[str] = deque(maxlen=1000)
-        streams: Any = (
-            (hvdrun.stdout, "stdout", show, deque(maxlen=0)),
-            (hvdrun.stderr, "stderr", show, own),
-        )
-        threads = [threading.Thread(target=_relay, args=stream) for stream in streams]
-        for thread in threads:
-            thread.start()
+    with subprocess.Popen(command, **how) as hvdrun, ThreadPoolExecutor() as relays:
+        relays.submit(_relay, hvdrun.stdout, "stdout", show)
+        own = relays.submit(_relay, hvdrun.stderr, "stderr", show)
         try:
             status = hvdrun.wait()
         except BaseException:
             hvdrun.terminate()  # SIGINT may be ignored, as in the background of a shell's script
             hvdrun.wait()
             raise
-        finally:
-            for thread in threads:
-                thread.join()
-    lines = [*own]
+    lines = own.result()
     causes = [i for i, line in enumerate(lines) if re.match("hvdrun: .* failed first", line)]
     first = max(0, causes[-1] - _BEFORE) if causes else -_LAST
     return status, "".join(lines[first:])
 
 
-def _relay(
-    source: IO[bytes], name: str, show: Callable[[str, str], None] | None, own: deque[str]
-) -> None:
-    """Show what hvdrun prints, progress bars at once, and keep its own lines."""
-    begins, is_own = True, True
+def _relay(source: Any, name: str, show: Callable[[str, str], None] | None) -> list[str]:
+    """Show what hvdrun prints, progress bars at once; returns its own last lines."""
+    begins, is_own, own = True, True, deque[str](maxlen=1000)
     for part in io.TextIOWrapper(source, errors="replace", newline="" if show is None else "\n"):
         (show or _print)(part, name)
         if begins:
@@ -153,6 +142,7 @@ def _relay(
         if is_own:
             own.append(part)
         begins = part.endswith("\n")
+    return [*own]
 
 
 def main() -> None:
