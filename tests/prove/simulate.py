@@ -18,11 +18,7 @@ CPU, ENGINE = "native/core/cpu", "native/core/engine"
 # File, text that is there once, and what takes its place.
 MUTANTS = (
     (f"{ENGINE}/engine.cc", "if (!agreement->all_propose(head)) return negotiate();", ""),
-    (
-        f"{ENGINE}/engine.cc",
-        "agreement && agreement->all_propose(head.fingerprint)",
-        "agreement",
-    ),
+    (f"{ENGINE}/engine.cc", " && agreement->all_propose(head.fingerprint)", ""),
     (f"{ENGINE}/engine.cc", "agreed_ = std::move(agreement);", ""),
     (f"{ENGINE}/negotiation.cc", "    if (row.reduces)\n", "    if (row.has_root)\n"),
     (f"{ENGINE}/agreement.cc", "else if (other.absent < 0)", "else"),
@@ -76,11 +72,6 @@ MUTANTS = (
         f"{CPU}/cluster_transport.cc",
         "unpacked < counters.least(HostCounters::reduced, leaders)",
         "unpacked < complete",
-    ),
-    (
-        f"{CPU}/cluster_collectives.cc",
-        "place_[r] * local_size_ + local_rank_",
-        "local_rank_ * local_size_ + place_[r]",
     ),
     (f"{CPU}/cluster_collectives.cc", "in_slot[0].resize((h + 1) * most_local_, -1);", ""),
     (f"{CPU}/cluster_transport.cc", "&failed, 1, MPI_INT, MPI_MAX", "&failed, 1, MPI_INT, MPI_MIN"),
