@@ -3,6 +3,7 @@
 The values are drawn block by block, so that no rank holds the whole table.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -56,50 +57,40 @@ def _drawer(initializer: Any, shape: tuple[int, int], dtype: str) -> Callable[..
 
     if is_a("Zeros", "Ones") or (is_a("Constant") and np.ndim(initializer.value) == 0):
         return lambda first, last: np.asarray(initializer((last - first, shape[1]), dtype=dtype))
-    if dtype != "float32":  # others take more or fewer numbers of the generator for each value
+    # Other dtypes take more or fewer numbers of the generator for each value. A seed may be a
+    # generator, whose state each draw changes.
+    if dtype != "float32" or not isinstance(getattr(initializer, "seed", None), int):
         return None
+    how = None
     if is_a("RandomUniform"):
-        return _blocks("uniform", initializer, initializer.minval, initializer.maxval, shape, dtype)
-    if is_a("RandomNormal", "TruncatedNormal"):
-        kind = "truncated_normal" if is_a("TruncatedNormal") else "untruncated_normal"
-        return _blocks(kind, initializer, initializer.mean, initializer.stddev, shape, dtype)
-    if not is_a("VarianceScaling"):
+        how = "uniform", initializer.minval, initializer.maxval
+    elif is_a("RandomNormal"):
+        how = "untruncated_normal", initializer.mean, initializer.stddev
+    elif is_a("TruncatedNormal"):
+        how = "truncated_normal", initializer.mean, initializer.stddev
+    elif is_a("VarianceScaling"):
+        fans = {"fan_in": shape[0], "fan_out": shape[1], "fan_avg": sum(shape) / 2}
+        scale = initializer.scale / max(1.0, fans[initializer.mode])
+        kind, limit = initializer.distribution, math.sqrt(3.0 * scale)
+        stddev = math.sqrt(scale) / (_TRUNCATED_STDDEV if kind == "truncated_normal" else 1)
+        how = (kind, -limit, limit) if kind == "uniform" else (kind, 0.0, stddev)
+    has_axes = getattr(initializer, "input_axes", None) or getattr(initializer, "output_axes", None)
+    if how is None or has_axes:
         return None
-    if getattr(initializer, "input_axes", None) or getattr(initializer, "output_axes", None):
-        return None
-    fans = {"fan_in": shape[0], "fan_out": shape[1], "fan_avg": sum(shape) / 2}
-    scale = initializer.scale / max(1.0, fans[initializer.mode])
-    kind = initializer.distribution
-    if kind == "uniform":
-        limit = math.sqrt(3.0 * scale)
-        return _blocks(kind, initializer, -limit, limit, shape, dtype)
-    stddev = math.sqrt(scale) / (_TRUNCATED_STDDEV if kind == "truncated_normal" else 1)
-    return _blocks(kind, initializer, 0.0, stddev, shape, dtype)
+    return functools.partial(_drawn, initializer.seed, shape[1], *how)
 
 
-def _blocks(
-    kind: str, initializer: Any, one: float, two: float, shape: tuple[int, int], dtype: str
-) -> Callable[..., Any] | None:
+def _drawn(
+    seed: int, columns: int, kind: str, one: float, two: float, first: int, last: int
+) -> Any:
     """Draws as ``tf.random.stateless_uniform`` and others do, from the middle of their stream."""
-    if not isinstance(initializer.seed, int):  # a generator, whose state each draw changes
-        return None
     draw, advance = _DRAWS[kind]
     # As Keras makes TensorFlow's seed from its own.
-    seed = tf.cast(tf.constant([initializer.seed, 0], tf.int64) % (tf.int32.max - 1), tf.int32)
-
-    def block(first: int, last: int) -> Any:
-        key, start = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
-        low, high = (int(word) for word in start.numpy())
-        counter = (low | high << 64) + first * shape[1] // 4 * advance
-        words = [counter >> 64 * i & (1 << 64) - 1 for i in (0, 1)]
-        drawn = draw(
-            shape=[last - first, shape[1]],
-            key=key,
-            counter=tf.constant(words, tf.uint64),
-            alg=_PHILOX,
-            dtype=dtype,
-        )
-        a, b = tf.cast(one, dtype), tf.cast(two, dtype)
-        return (drawn * (b - a) + a if kind == "uniform" else drawn * b + a).numpy()
-
-    return block
+    seeds = tf.cast(tf.constant([seed, 0], tf.int64) % (tf.int32.max - 1), tf.int32)
+    key, start = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seeds)
+    low, high = (int(word) for word in start.numpy())
+    counter = (low | high << 64) + first * columns // 4 * advance
+    words = tf.constant([counter >> 64 * i & (1 << 64) - 1 for i in (0, 1)], tf.uint64)
+    drawn = draw(shape=[last - first, columns], key=key, counter=words, alg=_PHILOX)
+    a, b = tf.cast(one, drawn.dtype), tf.cast(two, drawn.dtype)
+    return (drawn * (b - a) + a if kind == "uniform" else drawn * b + a).numpy()
