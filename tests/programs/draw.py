@@ -81,23 +81,10 @@ LISTS = {
 VALUES = {n: v.split() if isinstance(v, str) else v for n, v in CHOICES.items()}
 DEFAULTS: Spec = {n: values[0] for n, values in VALUES.items()} | {n: [] for n in LISTS}
 # How often a choice is not the default, if not in 30 % of the programs.
-OFTEN = {
-    "body": 0.8,
-    "weights": 0.45,
-    "data": 0.85,
-    "validation": 0.75,
-    "optimizer": 0.6,
-    "metrics": 0.5,
-}
-OFTEN |= {
-    "mode": 0.45,
-    "precision": 0.1,
-    "average": 0.1,
-    "restart": 0.2,
-    "loss_scale": 0.1,
-    "before": 0.1,
-}
-OFTEN |= {"table": 0.5, "multi": 0.1, "compression": 0.1, "local": 0.1, "beside": 0.2}
+OFTEN = {"body": 0.8, "weights": 0.45, "data": 0.85, "validation": 0.75, "optimizer": 0.6}
+OFTEN |= {"metrics": 0.5, "mode": 0.45, "restart": 0.2, "table": 0.5, "beside": 0.2}
+OFTEN |= dict.fromkeys(["precision", "average", "loss_scale", "before", "multi"], 0.1)
+OFTEN |= dict.fromkeys(["compression", "local"], 0.1)
 DECIDERS = ["early_stopping", "plateau", "best"]
 OUTSIDE = ["then:on_batch", "then:loop"]  # fit
 
