@@ -7,7 +7,6 @@ import tensorflow as tf
 
 from hvd_keras import ops
 from hvd_keras.runtime.keras import keras
-from hvd_keras.runtime.process_sets import ProcessSet
 
 
 def clips_by_variable(optimizer: Any) -> bool:
@@ -22,24 +21,22 @@ def clips_by_all(optimizer: Any) -> bool:
 
 
 def clip(
-    optimizer: Any,
+    own: Any,
     gradients: Sequence[Any],
     divided: Set[int],
     local: Set[int] | None,
-    name: str,
-    process_set: ProcessSet,
     known: Mapping[int, Any] | None = None,
 ) -> Any:
     """Do what ``optimizer._clip_gradients`` does in one process that has all variables.
 
     Args:
-        optimizer: with Keras's options of clipping.
+        own: the reducer of an optimizer with Keras's options of clipping.
         gradients: dense or sparse ones, or None; equal on all ranks, except those at the places
             ``divided`` (parts of tables) and ``local`` (this rank's own variables; None if no rank
             has such).
-        name: identifies the optimizer on all ranks.
         known: for ``clips_by_all``, the squared norms of gradients that other ranks have, by place.
     """
+    optimizer = own.optimizer
     indices = [i for i in sorted(divided) if gradients[i] is not None]
     by_variable = clips_by_variable(optimizer)
     if by_variable:
@@ -48,23 +45,22 @@ def clip(
     if not (indices or known or local is not None) or not (by_variable or clips_by_all(optimizer)):
         return type(optimizer)._clip_gradients(optimizer, gradients)
     # Scalars: the squared norms of this rank's parts, whose sums over the ranks are the tables'.
-    mine = [_square(gradients[i]) for i in indices]
+    mine = [square(gradients[i]) for i in indices]
     if local is not None:
         # Ranks may have different numbers of them, so one number stands for all.
-        of_local = [_square(gradients[i]) for i in sorted(local) if gradients[i] is not None]
+        of_local = [square(gradients[i]) for i in sorted(local) if gradients[i] is not None]
         of_local = [tf.cast(square, keras.backend.floatx()) for square in of_local]
         mine.append(tf.add_n(of_local) if of_local else tf.zeros([], keras.backend.floatx()))
     sums: list[Any] = []
     if mine:
-        sums = ops.reduce_tensors(
-            mine, op=ops.Sum, name=f"{name} norms of parts", process_set=process_set
-        )
+        name = f"{own.name} norms of parts"
+        sums = ops.reduce_tensors(mine, op=ops.Sum, name=name, process_set=own.process_set)
     # strict=False: the sum of the local ones, if any, is one more.
     squares: dict[int, Any] = dict(zip(indices, sums, strict=False))
     if not by_variable:
         squares.update(known or {})
         all_squares = [
-            squares[i] if i in squares else _square(gradient)
+            squares[i] if i in squares else square(gradient)
             for i, gradient in enumerate(gradients)
             if gradient is not None and i not in (local or ())
         ]
@@ -88,5 +84,6 @@ def clip(
     return clipped
 
 
-def _square(gradient: Any) -> Any:
+def square(gradient: Any) -> Any:
+    """The squared norm."""
     return keras.ops.sum(keras.ops.square(gradient))

@@ -479,8 +479,7 @@ class KerasReducer(GradientReducer):
         """Clip exchanged gradients, in the order of ``step.updated``, as one process does."""
         if not step.divided and step.local is None:  # this rank has all of them
             return type(self.optimizer)._clip_gradients(self.optimizer, gradients)
-        places = step.divided, step.local
-        return clipping.clip(self.optimizer, gradients, *places, self.name, self.process_set)
+        return clipping.clip(self, gradients, step.divided, step.local)
 
     def _not_exchanged(self, reason: str) -> RuntimeError:
         return RuntimeError(

@@ -9,7 +9,7 @@ import contextvars
 import dataclasses
 import math
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -126,7 +126,7 @@ def owned(shape: tuple[int, ...], owner: int, process_set: ProcessSet) -> Shard:
     return Shard(layout, process_set, tuple(shape))
 
 
-# What layers and slots write in their places in a file that is being written, by their ids.
+#: What is written in the places of variables in a file of ``save_model``, by ``variable_id``.
 saving_places: contextvars.ContextVar[dict[int, Any]] = contextvars.ContextVar("places", default={})  # noqa: B039
 
 
@@ -173,15 +173,26 @@ def of(variable: Any) -> Shard | None:
     return shard
 
 
-def refuse_parts(variables: Iterable[Any]) -> None:
+_SAVE = (
+    "Use hvd.save_model(model, path), on all ranks, or hvd.callbacks.Checkpoint to continue "
+    "training."
+)
+
+
+def refuse_parts(variables: Iterable[Any], advice: str = _SAVE) -> None:
     """Raise ValueError if a file that one rank writes would have parts of these variables."""
     for variable in variables:
         shard = of(variable)
         if shard is not None and shard.layout.ranks > 1:
-            raise ValueError(
-                f"this rank has a part of {path_of(variable)} only. Use hvd.save_model(model, "
-                "path), on all ranks, or hvd.callbacks.Checkpoint to continue training."
-            )
+            raise ValueError(f"this rank has a part of {path_of(variable)} only. {advice}")
+
+
+def stored(variable: Any) -> Any:
+    """Return what a file has of a variable at first. Raises as ``refuse_parts``, of any part."""
+    place = saving_places.get().get(variable_id(variable))
+    if place is None:
+        refuse_parts([variable])
+    return variable if place is None else place
 
 
 def sharded_indices(
@@ -222,16 +233,28 @@ def whole(variable: Any) -> Any:
     shard = of(variable)
     if shard is None:
         return np.asarray(variable)
-    # Flat, because allgather wants equal columns, and parts by columns differ there.
-    mine = np.asarray(variable)
-    name = f"table {shard.layout.input_dim} x {shard.layout.output_dim}"
-    call = {"name": name, "process_set": shard.process_set.id()}
-    (gathered,) = agree.run("allgather", [mine.reshape(-1)], **call)
-    table = np.empty((shard.layout.input_dim, shard.layout.output_dim), mine.dtype)
-    sizes = [shard.layout.size(rank) for rank in range(shard.layout.ranks)]
-    for rank, piece in enumerate(np.split(gathered, np.cumsum(sizes)[:-1])):
-        shard.layout.part(rank).put(piece, table, 0)
-    return table.reshape(shard.shape)
+    return np.concatenate(list(blocks(variable, to_leader=False))).reshape(shard.shape)
+
+
+def blocks(variable: Any, to_leader: bool) -> Iterator[Any]:
+    """Yield the rows of which a variable is a part, block by block; all ranks must iterate.
+
+    With ``to_leader`` on the first rank only; others send theirs there.
+    """
+    shard: Any = of(variable)
+    layout, part = shard.layout, shard.part
+    mine = np.asarray(variable).reshape(part.shape)
+    name = f"table {layout.input_dim} x {layout.output_dim}"
+    step = max(1, BLOCK // layout.output_dim)
+    for first in range(0, layout.input_dim, step):
+        last = min(first + step, layout.input_dim)
+        sent = mine[part.between(first, last)].tobytes()
+        gathered = agree.gather_bytes(name, sent, shard.process_set, to_leader)
+        block = np.empty((last - first, layout.output_dim), mine.dtype)
+        for rank, piece in enumerate(gathered):
+            layout.part(rank).put(np.frombuffer(piece, mine.dtype), block, first)
+        if gathered:
+            yield block.reshape(-1, *shard.shape[1:])
 
 
 def assign(variable: Any, whole: Any) -> None:

@@ -21,7 +21,6 @@ from hvd_keras.gradients import buckets, clipping, model_ranks, reducer, shards,
 from hvd_keras.ops.reduction import wire_dtype
 from hvd_keras.runtime import settings
 from hvd_keras.runtime.keras import keras, overrides, replaced
-from hvd_keras.runtime.process_sets import ProcessSet
 
 _UNSUITABLE = {
     "Adafactor": "its slots are rows and columns, which are small already",
@@ -50,27 +49,19 @@ def check_suitable(optimizer: Any) -> None:
 
 
 class Packed:
-    """Tensors of one dtype, each owned by one rank, and the requests in which they travel.
+    """The requests in which tensors of variables travel, of one dtype, each owned by one rank.
 
-    Args:
-        name: identifies the requests on all ranks.
-        shapes: of the tensors, in the order in which they become ready.
-        owned_by: the owner of each, a rank of the process set.
-        limits: the most elements of the first request, and of each other.
+    The variables are in the order in which their gradients become ready.
     """
 
-    def __init__(
-        self,
-        name: str,
-        shapes: Sequence[Sequence[int]],
-        owned_by: Sequence[int],
-        process_set: ProcessSet,
-        limits: tuple[int, int],
-    ) -> None:
-        self._name = name
-        self._shapes = [tf.TensorShape(shape) for shape in shapes]
-        self._process_set = process_set
+    def __init__(self, own: "ShardedReducer", variables: Sequence[Any], dtype: tf.DType) -> None:
+        self._name, process_set = own.name, own.process_set
+        self._process_set, self._dtype = process_set, dtype
+        self._shapes = [tf.TensorShape(variable.shape) for variable in variables]
         sizes = [shape.num_elements() for shape in self._shapes]
+        owned_by = [own.owners[shards.variable_id(variable)] for variable in variables]
+        limit = settings.read().bucket_bytes // dtype.size  # elements
+        limits = min(limit, buckets.FIRST_BYTES // dtype.size), limit
         # Tensors that are alone do not travel here, see buckets.pack.
         self._requests, self.alone = buckets.pack(sizes, owned_by, process_set.size(), limits)
 
@@ -86,17 +77,16 @@ class Packed:
             how: arguments for ``ops.reducescatter``.
         """
         flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
-        dtype = flat[0].dtype
         rank, ranks = self._process_set.rank(), self._process_set.size()
         found: dict[int, list[Any]] = collections.defaultdict(list)
         for number, request in enumerate(self._requests):
-            rows = (_row(flat, pieces, request.length, dtype) for pieces in request.rows)
+            rows = (self._row(flat, pieces, request.length) for pieces in request.rows)
             # [ranks, length], row r for owner r; reducescatter leaves each rank its own row.
             packed = tf.reshape(tf.concat(list(itertools.chain(*rows)), 0), [ranks, request.length])
             with tf.control_dependencies(after):
                 mine = ops.reducescatter(
                     packed,
-                    name=f"{self._name} gradients to owners {number}, {dtype.name}",
+                    name=f"{self._name} gradients to owners {number}, {self._dtype.name}",
                     process_set=self._process_set,
                     **how,
                 )
@@ -105,23 +95,23 @@ class Packed:
         return self._joined(found), after
 
     def share(
-        self, tensors: Mapping[int, Any], dtype: tf.DType, after: list[Any]
+        self, tensors: Mapping[int, Any], after: list[Any]
     ) -> tuple[dict[int, Any], list[Any]]:
         """Give all ranks what each owns; return the tensors that other ranks own, by number.
 
         Args:
-            tensors: those of one dtype that this rank owns, by number.
+            tensors: those that this rank owns, by number.
             after: as in ``reduce``.
         """
         flat = {i: tf.reshape(tensor, [-1]) for i, tensor in tensors.items()}
         rank = self._process_set.rank()
         found: dict[int, list[Any]] = collections.defaultdict(list)
         for number, request in enumerate(self._requests):
-            mine = tf.concat(_row(flat, request.rows[rank], request.length, dtype), 0)
+            mine = tf.concat(self._row(flat, request.rows[rank], request.length), 0)
             with tf.control_dependencies(after):
                 gathered = ops.allgather(
                     mine,
-                    name=f"{self._name} values of owners {number}, {dtype.name}",
+                    name=f"{self._name} values of owners {number}, {self._dtype.name}",
                     process_set=self._process_set,
                 )
             # [ranks · length]: the owners' rows, one after another.
@@ -140,6 +130,12 @@ class Packed:
                     self._take(gathered[begin : begin + request.length], pieces, found)
         return self._joined(found), after
 
+    def _row(self, flat: Any, pieces: list[buckets.Piece], length: int) -> list[Any]:
+        # The rows of one request are equally long; zeros stand for what an owner has less.
+        row = [flat[piece.tensor][piece.first : piece.last] for piece in pieces]
+        padding = length - sum(piece.last - piece.first for piece in pieces)
+        return [*row, tf.zeros([padding], self._dtype)] if padding else row
+
     def _take(self, row: Any, pieces: list[buckets.Piece], found: dict[int, list[Any]]) -> None:
         begin = 0
         for piece in pieces:
@@ -155,20 +151,13 @@ class Packed:
         }
 
 
-def _row(flat: Any, pieces: list[buckets.Piece], length: int, dtype: tf.DType) -> list[Any]:
-    # The rows of one request are equally long; zeros stand for what an owner has less.
-    row = [flat[piece.tensor][piece.first : piece.last] for piece in pieces]
-    padding = length - sum(piece.last - piece.first for piece in pieces)
-    return [*row, tf.zeros([padding], dtype)] if padding else row
-
-
 class ShardedReducer(reducer.KerasReducer):
     """A ``KerasReducer`` of an optimizer, not built yet, of whose state each rank has a share."""
 
     is_sharded = True
 
     def __init__(self, *args: Any) -> None:
-        self._owners: dict[int, int] = {}  # ranks of the process set, by variable id
+        self.owners: dict[int, int] = {}  # ranks of the process set, by variable id
         self._variables: list[Any] = []  # keeps the ids
         self._noted: set[int] = set()  # the ids of slots that _add_slot has made
         self._packed: dict[Any, Packed] = {}  # by dtype and variables
@@ -214,7 +203,7 @@ class ShardedReducer(reducer.KerasReducer):
             # By size alone, so that all ranks choose alike without a message.
             owned_by = buckets.owners(sizes, self.process_set.size())
             ids = map(shards.variable_id, self._variables)
-            self._owners = dict(zip(ids, owned_by, strict=True))
+            self.owners = dict(zip(ids, owned_by, strict=True))
         before = {shards.variable_id(variable) for variable in optimizer.variables}
         # On most ranks a slot is empty, for which not every optimizer is prepared.
         try:
@@ -241,7 +230,7 @@ class ShardedReducer(reducer.KerasReducer):
 
     def _owner_of(self, variable: Any) -> int | None:
         """Return the rank of the process set that updates a variable; None if all do."""
-        return self._owners.get(shards.variable_id(variable))
+        return self.owners.get(shards.variable_id(variable))
 
     def _holds(self, variable: Any) -> bool:
         return self._owner_of(variable) in (None, self.process_set.rank())
@@ -299,25 +288,18 @@ class ShardedReducer(reducer.KerasReducer):
 
     def clip(self, gradients: Sequence[Any], step: reducer.Step) -> Any:
         """Clips the gradients of the variables that this rank updates, as one process does."""
-        optimizer, variables, local = self.optimizer, step.updated, step.local
+        variables, local = step.updated, step.local
         held = [i for i, variable in enumerate(variables) if self._holds(variable)]
         known: dict[int, Any] = {}
         indices = list(range(len(variables)))
         # A norm over all gradients needs the squares of those that other ranks have; norms of each
         # need what this rank updates, and the parts of tables.
-        if clipping.clips_by_all(optimizer) and step.travels:
+        if clipping.clips_by_all(self.optimizer) and step.travels:
             known = self._squares(gradients, variables)
         else:
             indices, local = held, None
-        cut = clipping.clip(
-            optimizer,
-            [gradients[i] for i in indices],
-            {k for k, i in enumerate(indices) if i in step.divided},
-            local,
-            self.name,
-            self.process_set,
-            known,
-        )
+        divided = {k for k, i in enumerate(indices) if i in step.divided}
+        cut = clipping.clip(self, [gradients[i] for i in indices], divided, local, known)
         results = list(gradients)
         for i, gradient in zip(indices, cut, strict=True):
             results[i] = gradient
@@ -327,15 +309,14 @@ class ShardedReducer(reducer.KerasReducer):
         """Return the squared norms of the gradients of all variables that have owners, by place."""
         indices = [i for i, v in enumerate(variables) if self._owner_of(v) is not None]
         mine = [
-            keras.ops.sum(keras.ops.square(gradients[i]))
+            clipping.square(gradients[i])
             if self._holds(variables[i])
             else tf.zeros([], gradients[i].dtype)
             for i in indices
         ]
         # One allreduce of a number per variable. Adding zeros changes no bit of them.
-        sums = ops.reduce_tensors(
-            mine, op=ops.Sum, name=f"{self.name} norms", process_set=self.process_set
-        )
+        name = f"{self.name} norms"
+        sums = ops.reduce_tensors(mine, op=ops.Sum, name=name, process_set=self.process_set)
         return dict(zip(indices, sums, strict=True))
 
     def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
@@ -397,9 +378,9 @@ class ShardedReducer(reducer.KerasReducer):
                 for i, variable in enumerate(of_dtype)
                 if self._holds(variable) and i not in packed.alone
             }
-            found, after = packed.share(mine, dtype, after)
+            found, after = packed.share(mine, after)
             for i in packed.alone:
-                owner = self._owners[shards.variable_id(of_dtype[i])]
+                owner = self.owners[shards.variable_id(of_dtype[i])]
                 with tf.control_dependencies(after):
                     found[i] = ops.broadcast(
                         tf.convert_to_tensor(of_dtype[i]),
@@ -416,14 +397,7 @@ class ShardedReducer(reducer.KerasReducer):
     def _pack(self, variables: Sequence[Any], dtype: Any) -> Packed:
         key = dtype, *map(shards.variable_id, variables)
         if key not in self._packed:
-            limit = settings.read().bucket_bytes // dtype.size
-            self._packed[key] = Packed(
-                self.name,
-                [tuple(variable.shape) for variable in variables],
-                [self._owners[shards.variable_id(variable)] for variable in variables],
-                self.process_set,
-                (min(limit, (1 << 20) // dtype.size), limit),
-            )
+            self._packed[key] = Packed(self, variables, dtype)
         return self._packed[key]
 
 
@@ -436,17 +410,8 @@ def save_or_load(method: Callable[..., None], scaled: Any, store: Any) -> None:
 
 def _save(optimizer: Any, store: Any) -> None:
     """Replace ``save_own_variables``."""
-    places = shards.saving_places.get()
     for i, variable in enumerate(optimizer.variables):
-        if shards.of(variable) is None:
-            store[str(i)] = variable.numpy()
-        elif shards.variable_id(variable) in places:
-            store[str(i)] = places[shards.variable_id(variable)]
-        else:
-            raise ValueError(
-                f"this rank has a share of the state of {optimizer.name} only (shard_state=True). "
-                "Use hvd.save_model(model, path), on all ranks, or hvd.callbacks.Checkpoint."
-            )
+        store[str(i)] = shards.stored(variable)
 
 
 def _load(optimizer: Any, store: Any) -> None:

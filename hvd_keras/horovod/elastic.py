@@ -177,7 +177,7 @@ class TensorFlowState(ObjectState):
                 )
             variables = tf.compat.v1.global_variables()
         self.variables = list(variables)
-        _refuse_parts(self.variables)
+        shards.refuse_parts(self.variables, _NO_PARTS)
         self._in_session = None
         if not tf.executing_eagerly():
             self._in_session = session or tf.compat.v1.get_default_session()
@@ -240,7 +240,7 @@ class TensorFlowKerasState(TensorFlowState):
             if hasattr(optimizer, "build") and not getattr(optimizer, "built", False):
                 optimizer.build(model.trainable_variables)
             found += variables_of(optimizer)
-        _refuse_parts(found)
+        shards.refuse_parts(found, _NO_PARTS)
         if model_ranks.rounds_of(model):
             raise ValueError(
                 f"hvd.elastic: the optimizer of model {model.name!r} has sync_every, and commits "
@@ -346,16 +346,11 @@ class UpdateEpochStateCallback(_StateCallback):
         self.state.epoch = self._before + epoch + 1
 
 
-def _refuse_parts(variables: Iterable[Any]) -> None:
-    parts = (one for one in variables if shards.of(one) is not None)
-    if (part := next(parts, None)) is not None:
-        name = getattr(part, "path", part.name)
-        raise ValueError(
-            f"hvd.elastic: each rank has a part of {name} (shard_state, a divided table), and "
-            "commits have those of rank 0 alone. Train by fit with hvd.callbacks.Checkpoint, which "
-            "saves all parts, and hvdrun --max-restarts; in a loop of your own, leave shard_state "
-            "and shard out."
-        )
+_NO_PARTS = (
+    "hvd.elastic's commits have those of rank 0 alone (shard_state, a divided table). Train by fit "
+    "with hvd.callbacks.Checkpoint, which saves all parts, and hvdrun --max-restarts; in a loop of "
+    "your own, leave shard_state and shard out."
+)
 
 
 def _check_shapes(stored: Sequence[Any], own: Sequence[Any]) -> None:

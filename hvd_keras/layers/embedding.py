@@ -329,12 +329,8 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
         Raises:
             ValueError: the table is divided between several ranks.
         """
-        if not self.built:
-            return
-        place = shards.saving_places.get().get(id(self))
-        if place is None:  # as pickle and copy call it
-            shards.refuse_parts([self.embeddings])
-        store["0"] = self.embeddings if place is None else place
+        if self.built:
+            store["0"] = shards.stored(self.embeddings)
 
     def load_own_variables(self, store: Any) -> None:
         """Called by Keras; reads no more than this rank's part at once, if Keras permits it."""

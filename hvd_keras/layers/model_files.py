@@ -2,16 +2,14 @@
 
 import collections
 import contextlib
-import dataclasses
 import datetime
 import functools
-import itertools
 import json
 import os
 import pathlib
 import secrets
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import h5py  # type: ignore[import-untyped]
@@ -66,18 +64,21 @@ def save_model(
     if not isinstance(model, keras.Model):
         raise TypeError(f"hvd.save_model: got {model!r:.99}, expected a keras.Model.")
     process_sets.check(process_set, "save_model")
-    divided = _divided(model)
-    tables = [_table(id(layer), layer.embeddings) for layer in divided]
-    every = model_ranks.optimizers_of(model, within=True)
-    variables = [v for one in every if model_ranks.is_sharded(one) for v in one.variables]
-    with_optimizer = bool(variables) and not divided
+    parts = [
+        layer.embeddings
+        for layer in model._flatten_layers()
+        if isinstance(layer, Embedding) and layer.built and layer.layout is not None
+    ]
+    shares = filter(model_ranks.is_sharded, model_ranks.optimizers_of(model, within=True))
+    variables = [variable for one in shares for variable in one.variables]
+    with_optimizer = bool(variables) and not parts
     if with_optimizer:
         slots = {shards.variable_id(v): v for v in variables if shards.of(v) is not None}
-        tables = list(itertools.starmap(_table, slots.items()))
+        parts = list(slots.values())
     # All ranks go through these once, in one order: each block is a collective.
-    streams = [table.blocks for table in tables]
+    streams = [shards.blocks(part, to_leader=True) for part in parts]
 
-    fill = functools.partial(_write, model, tables, divided, with_optimizer)
+    fill = functools.partial(_write, model, list(zip(parts, streams, strict=True)), with_optimizer)
 
     def write() -> None:
         try:
@@ -187,54 +188,6 @@ def _take_shares(model: Any, arguments: dict[str, Any]) -> None:
     model.optimizer = share
 
 
-def _divided(model: Any) -> list[Embedding]:
-    """Return the layers of a model whose tables are divided, in the same order on all ranks."""
-    return [
-        layer
-        for layer in model._flatten_layers()
-        if isinstance(layer, Embedding) and layer.built and layer.layout is not None
-    ]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Table:
-    """What is written block by block."""
-
-    key: int  # the id of the layer or slot whose place in the file it takes
-    shape: tuple[int, ...]
-    dtype: str
-    blocks: Iterator[Any]  # its rows, on the first rank; on others, iterating sends them there
-
-
-def _table(key: int, variable: Any) -> _Table:
-    shard: Any = shards.of(variable)
-    dtype = tf.as_dtype(variable.dtype).name
-    return _Table(key, shard.shape, dtype, _blocks(variable, shard))
-
-
-def _blocks(variable: Any, shard: shards.Shard) -> Iterator[Any]:
-    """Yield the table's rows, block by block, on the first rank; on others, sends them there."""
-    layout, process_set, part = shard.layout, shard.process_set, shard.part
-    mine, size = np.asarray(variable).reshape(part.shape), process_set.size()
-    step = max(1, shards.BLOCK // layout.output_dim)
-    for first in range(0, layout.input_dim, step):
-        last = min(first + step, layout.input_dim)
-        values = np.ascontiguousarray(mine[part.between(first, last)]).reshape(-1)
-        # The first rank gets the rows of one block at a time, the others none.
-        received, lengths = ops.alltoall(
-            values,
-            [values.size] + [0] * (size - 1),
-            name=f"table {layout.input_dim} x {layout.output_dim} saved",
-            process_set=process_set,
-        )
-        if process_set.rank() > 0:
-            continue
-        block = np.empty((last - first, layout.output_dim), mine.dtype)
-        for rank, piece in enumerate(np.split(received.numpy(), np.cumsum(lengths)[:-1])):
-            layout.part(rank).put(piece, block, first)
-        yield block.reshape(-1, *shard.shape[1:])
-
-
 def _exhaust(streams: Iterable[Iterator[Any]]) -> None:
     for stream in streams:
         for _ in stream:
@@ -251,11 +204,11 @@ def _library() -> Any:
 
 def _write(
     model: Any,
-    tables: list[_Table],
-    divided: list[Embedding],
+    parts: list[tuple[Any, Iterator[Any]]],
     with_optimizer: bool,
     path: pathlib.Path,
 ) -> None:
+    """Write a file with what variables are parts of, whose rows iterators yield."""
     library = _library()
     config = keras.saving.serialize_keras_object(model)
     metadata: dict[str, Any] = {
@@ -264,15 +217,16 @@ def _write(
     }
     visited = set()
     if not with_optimizer:
-        config = _rewritten({**config, "compile_config": None}, _as_plain)
-        metadata["hvd_keras"] = {"divided": len(divided)}
+        config = _as_plain({**config, "compile_config": None})
+        metadata["hvd_keras"] = {"divided": len(parts)}
         every = filter(model_ranks.is_sharded, model_ranks.optimizers_of(model, within=True))
         visited = {id(getattr(model, "optimizer", None)), *map(id, every)}
     weights = path.with_name(_WEIGHTS)
-    # In its place each table writes two numbers: one that occurs nowhere else, and its own.
+    # In its place each part writes two numbers: one that occurs nowhere else, and its own.
     token = secrets.randbits(62)
-    places = {table.key: np.array([token, i], np.int64) for i, table in enumerate(tables)}
-    # As Keras's own writer, but that tables get places of two numbers, which are filled later, and
+    numbers = enumerate(shards.variable_id(variable) for variable, _ in parts)
+    places = {key: np.array([token, i], np.int64) for i, key in numbers}
+    # As Keras's own writer, but that parts get places of two numbers, which are filled later, and
     # that the optimizer may be left out.
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(_METADATA, json.dumps(metadata))
@@ -283,12 +237,12 @@ def _write(
             agree.within(shards.saving_places, places),
         ):
             library._save_state(model, store, assets, "", visited)
-        _fill(weights, token, tables)
+        _fill(weights, token, parts)
         archive.write(weights, _WEIGHTS)
     weights.unlink()
 
 
-def _fill(weights: pathlib.Path, token: int, tables: list[_Table]) -> None:
+def _fill(weights: pathlib.Path, token: int, parts: list[tuple[Any, Iterator[Any]]]) -> None:
     places: dict[int, list[str]] = collections.defaultdict(list)
 
     def note(name: str, item: Any) -> None:
@@ -299,33 +253,22 @@ def _fill(weights: pathlib.Path, token: int, tables: list[_Table]) -> None:
 
     with h5py.File(weights, "r+") as file:
         file.visititems(note)
-        for number, table in enumerate(tables):
+        for number, (variable, blocks) in enumerate(parts):
+            shard: Any = shards.of(variable)
+            dtype = tf.as_dtype(variable.dtype)
             # A LossScaleOptimizer writes the slots of the optimizer in it, and that does, too.
             targets = []
             for name in places[number]:
                 del file[name]
-                dtype = tf.as_dtype(table.dtype).as_numpy_dtype
-                data = file.create_dataset(name, table.shape, dtype)
-                if table.dtype == "bfloat16":  # as Keras marks it
+                data = file.create_dataset(name, shard.shape, dtype.as_numpy_dtype)
+                if dtype == tf.bfloat16:  # as Keras marks it
                     data.attrs["dtype"] = "bfloat16"
                 targets.append(data)
             first = 0
-            for block in table.blocks:
+            for block in blocks:
                 for data in targets:
                     data[slice(first, first + len(block)) if data.shape else ()] = block
                 first += len(block)
-
-
-def _rewritten(config: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    if isinstance(config, (list, tuple)):
-        return [_rewritten(item, change) for item in config]
-    if not isinstance(config, dict):
-        return config
-    if isinstance(config.get("config"), dict) and "class_name" in config:
-        if config.get("registered_name") == "hvd_keras>Embeddings":
-            return config  # which needs its tables as they are
-        config = change(config)
-    return {key: _rewritten(value, change) for key, value in config.items()}
 
 
 _OURS = {
@@ -337,14 +280,21 @@ _SHARD = "hvd_keras_shard"  # beside a layer's configuration, where Keras reads 
 _PLAIN = {"module": "keras.layers", "class_name": "Embedding", "registered_name": None}
 
 
-def _as_plain(layer: dict[str, Any]) -> dict[str, Any]:
-    if layer.get("registered_name") != _OURS["registered_name"] or layer["config"]["combiner"]:
-        return layer
-    config = {k: v for k, v in layer["config"].items() if k not in ("shard", "combiner")}
-    return {**layer, **_PLAIN, "config": config, _SHARD: layer["config"]["shard"]}
+def _as_plain(config: Any) -> Any:
+    """Return a configuration with plain layers in the place of divided tables."""
+    if isinstance(config, (list, tuple)):
+        return [_as_plain(item) for item in config]
+    name = config.get("registered_name") if isinstance(config, dict) else None
+    if not isinstance(config, dict) or name == "hvd_keras>Embeddings":
+        return config  # the latter needs its tables as they are
+    if name == _OURS["registered_name"] and not config["config"]["combiner"]:
+        own = {k: v for k, v in config["config"].items() if k not in ("shard", "combiner")}
+        config = {**config, **_PLAIN, "config": own, _SHARD: config["config"]["shard"]}
+    return {key: _as_plain(value) for key, value in config.items()}
 
 
 def _as_divided(layer: dict[str, Any]) -> dict[str, Any]:
+    """Undo that for a part of a configuration."""
     if _SHARD not in layer:
         return layer
     return {**layer, **_OURS, "config": {**layer["config"], "shard": layer[_SHARD]}}
@@ -353,7 +303,7 @@ def _as_divided(layer: dict[str, Any]) -> dict[str, Any]:
 def _load(archive: zipfile.ZipFile, custom_objects: dict[str, Any] | None) -> Any:
     """Load a file of ``save_model`` and divide its tables."""
     library = _library()
-    config = _rewritten(json.loads(archive.read(_CONFIG)), _as_divided)
+    config = json.loads(archive.read(_CONFIG), object_hook=_as_divided)
     model = keras.saving.deserialize_keras_object(config, custom_objects=custom_objects)
     errors: dict[Any, Any] = {}
     with contextlib.ExitStack() as stack:
