@@ -51,7 +51,7 @@ class Comparison:
 
         def compare() -> tf.Tensor:
             # Reads of the handles, after and before which TensorFlow assigns; the values are read
-            # in Python, in parts.
+            # in Python.
             handles = [shards.inner_variable(v).handle for v in self._values.variables]
             with tf.control_dependencies([tf.raw_ops.VariableShape(input=h) for h in handles]):
                 left = tf.numpy_function(

@@ -11,15 +11,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hvd_keras.gradients import missing_calls, model_ranks, specs
+from hvd_keras.gradients import missing_calls, model_ranks
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import flatten, has_gpu, values_of
 from hvd_keras.runtime.process_sets import ProcessSet
 
-# A check of a part of the values reads at most _BYTES and _MOST_PIECES variables, takes _SHARE of
-# the time, and follows at least _STEPS steps after the one before.
-_BYTES = 1 << 18
-_MOST_PIECES = 64
+# Comparisons in steps take _SHARE of the time, and follow at least _STEPS steps after another.
 _SHARE = 0.004
 _STEPS = 50
 
@@ -112,16 +109,6 @@ class Values:
         names = [", ".join(sorted({*theirs} - shared)) or None for theirs in callbacks]
         #: Which ranks have callbacks that not all have, as text; often these assigned the values.
         self.alone = agree.by_rank(names, process_set) if any(names) else ""
-        self._scalars = [v for v in variables if not tuple(v.shape)]
-        # The others, in pieces: variable and rows; None: all rows.
-        self._pieces: list[tuple[Any, slice | None]] = []
-        for variable in variables:
-            if tuple(variable.shape):
-                size = specs.spec_of(variable).bytes
-                rows = variable.shape[0] or 1  # None: any number
-                step = max(1, rows * _BYTES // max(1, size))  # rows of about _BYTES
-                parts = [slice(row, row + step) for row in range(0, rows, step)]
-                self._pieces += [(variable, part if len(parts) > 1 else None) for part in parts]
         self.reported = False
         self._cost = 0.0
         self.restarts = 0
@@ -134,7 +121,6 @@ class Values:
         self.next = 1  # the ranks that joined first lack the others' last updates
 
     def _begin(self) -> None:
-        self._place = self._round = 0  # the next piece, and the step of the first one
         self.steps = 0
         self.equal_after = 0  # steps: all values were equal then
         self.next = _STEPS  # the step that compares
@@ -189,7 +175,7 @@ class Values:
         return True
 
     def different_after_step(self) -> tuple[str, str] | None:
-        """Compare a part of the values from time to time, called after each step."""
+        """Compare all values from time to time, called after each step."""
         # All ranks know what the slowest has measured, so they choose the same next step.
         self.steps += 1
         if self._since is None:
@@ -200,41 +186,24 @@ class Values:
         steps, since = self._since
         # Unknown in the first step, which counts as infinite.
         per_step = (begin - since) / (self.steps - steps) if self.steps > steps else math.inf
-        part = self._part()
+        values = map(values_of, self.variables)
+        checksum = functools.reduce(_digest_after, values, 0) & (2**53 - 1)  # exact as a float64
         # One row of 24 bytes: a checksum, what a comparison costs, the time of a step.
-        mine = np.array([[part, max(self._cost, time.perf_counter() - begin), per_step]])
-        name = f"{self.loop} a part of the values"
-        call = {"name": name, "process_set": self.process_set.id()}
+        mine = np.array([[checksum, max(self._cost, time.perf_counter() - begin), per_step]])
+        call = {"name": f"{self.loop} checksum", "process_set": self.process_set.id()}
         (gathered,) = agree.run("allgather", [mine], **call)
         # So seldom that the dearest comparison takes _SHARE of the time of the shortest steps.
         interval = gathered[:, 1].max() / (_SHARE * max(1e-6, gathered[:, 2].min()))
         self.next = self.steps + max(_STEPS, math.ceil(interval))
-        name = f"{self.loop} values"
         # A rank that has joined (hvd.join) has other values until all have.
         is_whole = len(gathered) == self.process_set.size()
-        parts = len(set(gathered[:, 0]))
-        different = self.different(name) if is_whole and parts > 1 else None
+        are_equal = len(set(gathered[:, 0])) == 1
+        different = self.different(f"{self.loop} values") if is_whole and not are_equal else None
         self._cost = time.perf_counter() - begin
         self._since = self.steps, time.perf_counter()
-        if different is None and self._place == len(self._pieces):
-            self.equal_after, self._place = self._round, 0
+        if is_whole and different is None:
+            self.equal_after = self.steps
         return different
-
-    def _part(self) -> int:
-        # The scalars (rates, counters) each time, the large ones piece by piece in rounds.
-        digest = done = 0
-        if self._place == 0:
-            self._round = self.steps
-        for variable in self._scalars:
-            digest = agree.digest(values_of(variable), digest)
-        for variable, part in self._pieces[self._place : self._place + _MOST_PIECES]:
-            piece = values_of(variable, part)
-            digest = agree.digest(piece, digest)
-            done += piece.nbytes
-            self._place += 1
-            if done >= _BYTES:
-                break
-        return digest & (2**53 - 1)  # travels as a float64
 
     def check(self, when: Literal["begun", "step", "ended"]) -> None:
         """Compare the ranks' values now, and tell how they differ."""

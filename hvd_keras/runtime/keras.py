@@ -50,10 +50,9 @@ if settings.keras_backend() == "torch":
         with replaced(lazy, "_available", bool(lazy._available)):
             yield
 
-    def values_of(variable: Any, rows: slice | None = None) -> Any:
-        """Return an array of the values in some rows, or all, of a variable; here, their bytes."""
-        values = getattr(variable, "value", variable).detach()
-        values = (values if rows is None else values[rows]).cpu()
+    def values_of(variable: Any) -> Any:
+        """Return an array of the values of a variable; here, of their bytes."""
+        values = getattr(variable, "value", variable).detach().cpu()
         return values.contiguous().reshape(-1).view(torch.uint8).numpy()  # NumPy has no bfloat16
 
     def scaling(buffers: list[Any]) -> Callable[[float], None]:
@@ -85,9 +84,8 @@ else:
     def has_gpu() -> bool:  # noqa: D103
         return bool(tf.config.get_visible_devices("GPU"))
 
-    def values_of(variable: Any, rows: slice | None = None) -> Any:  # noqa: D103
-        values = tf.convert_to_tensor(variable)
-        return np.asarray(values if rows is None else values[rows])
+    def values_of(variable: Any) -> Any:  # noqa: D103
+        return np.asarray(tf.convert_to_tensor(variable))
 
     def scaling(buffers: list[Any]) -> Callable[[float], None]:  # noqa: D103
         def scale(factor: tf.Tensor) -> None:
