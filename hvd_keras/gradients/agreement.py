@@ -245,8 +245,7 @@ def group_indices(groups: Groups, variables: Sequence[Any]) -> list[list[int]]:
     if isinstance(groups, int):
         # Neighbours, whose gradients become ready one after another; groups of equal size.
         count = min(groups, len(variables))
-        bounds = [len(variables) * g // count for g in range(count + 1)] if count else []
-        return [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
+        return [part.tolist() for part in np.array_split(range(len(variables)), count or 1)][:count]
     index = {shards.variable_id(v): i for i, v in enumerate(variables)}
     return [
         [index[shards.variable_id(v)] for v in group if shards.variable_id(v) in index]

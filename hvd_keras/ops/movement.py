@@ -89,20 +89,18 @@ def broadcast(
         tf.errors.FailedPreconditionError: (on every rank) dtypes, shapes or roots differ.
     """
     del ignore_name_scope
-    validate.check("broadcast", process_set)
-    return grouped_broadcast(
-        [tensor], root_rank, validate.name("broadcast", name, process_set), process_set
-    )[0]
+    return grouped_broadcast([tensor], root_rank, name, process_set)[0]
 
 
 def grouped_broadcast(
     tensors: Sequence[Any],
     root_rank: int,
-    name: str,
+    name: str | None,
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
     """``broadcast`` of several tensors as one request."""
     validate.check("broadcast", process_set)
+    name = validate.name("broadcast", name, process_set)
     with validate.on_all_ranks("broadcast", name, process_set, root=process_set.ranks[0]):
         checked = [tf.convert_to_tensor(validate.checked("broadcast", x)) for x in tensors]
         process_set.check_root(root_rank)

@@ -1,5 +1,6 @@
 """``training.fit_state.Backend`` on TensorFlow."""
 
+import functools
 import itertools
 import socket
 import zlib
@@ -199,7 +200,5 @@ def again(batches: Sequence[Any], element_spec: Any) -> Any:
         ]
         return tf.nest.pack_sequence_as(element_spec, parts, expand_composites=True)
 
-    again: Any = tf.data.Dataset.from_tensors(batches[0]).map(loosen)
-    for batch in batches[1:]:
-        again = again.concatenate(tf.data.Dataset.from_tensors(batch).map(loosen))
-    return iter(again)
+    every = [tf.data.Dataset.from_tensors(batch).map(loosen) for batch in batches]
+    return iter(functools.reduce(tf.data.Dataset.concatenate, every))

@@ -196,20 +196,19 @@ def _without_effects(traced: Any, handles: dict[int, Any]) -> tuple[Any, list[An
     Returns:
         The function of flat rows, None if it is not known to have no effects; and its nodes.
     """
-    graph, output = traced.graph.as_graph_def(), traced.outputs[0]
-    named = {node.name: node for node in graph.node}
-    names, following = {output.op.name}, [output.op.name]
-    while following:
-        node = named[following.pop()]
+    graph = traced.graph.as_graph_def()
+    for node in graph.node:
         data = [name for name in node.input if not name.startswith("^")]
         del node.input[:]  # without what merely precedes it
         node.input.extend(data)
-        new = {name.partition(":")[0] for name in data} - names
-        names |= new
-        following += new
-    needed = tf.compat.v1.GraphDef(library=graph.library, versions=graph.versions)
-    needed.node.extend(named[name] for name in names)
-    functions = {one.signature.name: one.node_def for one in graph.library.function}
+    wrapped = tf.compat.v1.wrap_function(lambda: tf.graph_util.import_graph_def(graph, name=""), [])
+    inputs, output = (
+        [wrapped.graph.get_tensor_by_name(one.name) for one in tensors]
+        for tensors in (traced.inputs, traced.outputs)
+    )
+    pruned = wrapped.prune(inputs, output[0])
+    needed = pruned.graph.as_graph_def()
+    functions = {one.signature.name: one.node_def for one in needed.library.function}
     nodes, waiting = list(needed.node), list(needed.node)
     called: set[str] = set()
     while waiting:
@@ -221,19 +220,8 @@ def _without_effects(traced: Any, handles: dict[int, Any]) -> tuple[Any, list[An
     effects = ("Assign", "ResourceScatter", "ResourceApply", "Hvd", "EagerPyFunc", "PyFunc")
     if any(node.op.startswith((*effects, "Print", "Write", "LookupTableInsert")) for node in nodes):
         return None, nodes
-    wrapped = tf.compat.v1.wrap_function(
-        lambda: tf.graph_util.import_graph_def(needed, name=""), []
-    )
-    inputs = [tensor for tensor in traced.inputs if tensor.op.name in names]
-    here = wrapped.graph.get_tensor_by_name
-    pruned = wrapped.prune([here(one.name) for one in inputs], here(output.name))
     captured = [handles.get(id(outer), outer) for outer in traced.captured_inputs]
-
-    def value_of(*rows: Any) -> Any:
-        given = zip(traced.inputs, [*rows, *captured], strict=True)
-        return pruned(*(value for own, value in given if own.op.name in names))
-
-    return value_of, nodes
+    return lambda *rows: pruned(*rows, *captured), nodes
 
 
 def _drawn(spec: Any, rows: int, random: Any, number: int = 0) -> Any:
