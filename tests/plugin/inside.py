@@ -9,13 +9,14 @@ import os
 import pathlib
 import sys
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
 from hvd_keras.gradients import missing_calls, model_ranks
-from hvd_keras.runtime import agree, libraries, log, settings
+from hvd_keras.runtime import agree, libraries, log, process_sets, settings
 
 settings.warn_only()  # fits without all lines, of other features' tests; jobs/ tests the errors
 hvd.init()
@@ -36,6 +37,13 @@ def warned(monkeypatch) -> list[str]:
     texts: list[str] = []
     monkeypatch.setattr(log, "warn_once", texts.append)
     return texts
+
+
+@pytest.fixture(autouse=True)
+def no_process_set_is_left() -> Iterator[None]:
+    yield
+    for added in process_sets.added()[1:]:  # but that of all ranks
+        hvd.remove_process_set(added)
 
 
 @pytest.fixture(autouse=True)

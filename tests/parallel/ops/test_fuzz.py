@@ -215,19 +215,6 @@ def assert_equal(results: list[tf.Tensor], right: list[np.ndarray]) -> None:
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.fixture(scope="module")
-def process_sets():
-    """Creates the process sets of SETS."""
-    sets = {
-        members: hvd.global_process_set if len(members) == SIZE else hvd.add_process_set(members)
-        for members in SETS
-    }
-    yield sets
-    for process_set in sets.values():
-        if process_set is not hvd.global_process_set:
-            assert hvd.remove_process_set(process_set)
-
-
 def run_until_all_join(example: list[Case]) -> None:
     """Each rank joins after a different number of cases; the others' calls continue without it."""
     left = [(example[0].salt + 3 * rank) % CASES for rank in ALL]
@@ -247,7 +234,11 @@ def run_until_all_join(example: list[Case]) -> None:
     assert len(set(hvd.allgather([last]).numpy())) == 1
 
 
-def test_random_collectives(process_sets, request, capfd) -> None:
+def test_random_collectives(request, capfd) -> None:
+    process_sets = {
+        members: hvd.global_process_set if len(members) == SIZE else hvd.add_process_set(members)
+        for members in SETS
+    }
     total = request.config.getoption("--fuzz-cases")
     examples = itertools.count()
     pool = concurrent.futures.ThreadPoolExecutor(CASES)

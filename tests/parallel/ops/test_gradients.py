@@ -53,22 +53,57 @@ def check(collective, alone, points, *, compiled: bool) -> None:
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-7)
 
 
+REDUCE = {"Average": np.mean, "Sum": np.sum, "Min": np.min, "Max": np.max, "Product": np.prod}
+SCALES = {"prescale_factor": 0.5, "postscale_factor": 3.0}
+SPLITS = [[1 + (r + to) % 2 for to in range(SIZE)] for r in range(SIZE)]
+
+
+def exchanged(inputs: list[np.ndarray]) -> list[np.ndarray]:
+    """What alltoall gives each rank."""
+    parts = [np.split(x, np.cumsum(SPLITS[r])[:-1]) for r, x in enumerate(inputs)]
+    return [np.concatenate([parts[r][to] for r in range(SIZE)]) for to in range(SIZE)]
+
+
+# A collective, what it gives of all ranks' inputs, and a rank's shape of an input.
+COLLECTIVES = {
+    **{
+        f"allreduce, {op}": (
+            lambda x, op=op: hvd.allreduce(x, op=getattr(hvd, op), name=f"g {op}", **SCALES),
+            lambda inputs, of=of: of(0.5 * np.stack(inputs), axis=0) * 3.0,
+            lambda rank: (2, 3),
+        )
+        for op, of in REDUCE.items()
+    },
+    **{
+        f"reducescatter, {op}": (
+            lambda x, op=op: hvd.reducescatter(x, op=getattr(hvd, op), name=f"g {op}", **SCALES),
+            lambda inputs, op=op: np.array_split(REDUCE[op](1.5 * np.stack(inputs), 0), SIZE),
+            lambda rank: (2 * SIZE + 1, 2),  # rows do not divide by the ranks
+        )
+        for op in ("Average", "Sum")
+    },
+    "allgather": (lambda x: hvd.allgather(x, name="g"), np.concatenate, lambda rank: (rank + 1, 2)),
+    "broadcast": (
+        lambda x: hvd.broadcast(x, SIZE - 1, name="g"),
+        lambda inputs: inputs[-1],
+        lambda rank: (3,),
+    ),
+    "alltoall": (
+        lambda x: hvd.alltoall(x, SPLITS[RANK], name="g")[0],
+        exchanged,
+        lambda rank: (sum(SPLITS[rank]), 2),
+    ),
+}
+
+
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("op", ["Average", "Sum", "Min", "Max", "Product"])
-def test_allreduce(op: str, compiled: bool) -> None:
-    combine = {"Average": np.mean, "Sum": np.sum, "Min": np.min, "Max": np.max}
-    combine["Product"] = np.prod
-    check(
-        lambda x: hvd.allreduce(
-            x, op=getattr(hvd, op), prescale_factor=0.5, postscale_factor=3.0, name=f"g {op}"
-        ),
-        lambda inputs: combine[op](0.5 * np.stack(inputs), axis=0) * 3.0,
-        [point(r, (2, 3)) for r in range(SIZE)],
-        compiled=compiled,
-    )
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_slopes(name: str, compiled: bool) -> None:
+    collective, alone, shape = COLLECTIVES[name]
+    check(collective, alone, [point(r, shape(r)) for r in range(SIZE)], compiled=compiled)
 
 
-@pytest.mark.parametrize("op", ["Average", "Sum", "Min", "Max", "Product"])
+@pytest.mark.parametrize("op", REDUCE)
 def test_compressed_allreduce(op: str) -> None:
     # float16 represents these values and gradients exactly, so compression does not change them.
     values = [np.array([1.5, -2.0, 3.0 + r, 0.25 * (-1) ** r]) for r in range(SIZE)]
@@ -104,57 +139,6 @@ def test_ties_for_the_maximum_share_its_gradient() -> None:
         y = hvd.allreduce(x, op=hvd.Max)
     # y occurs once in every rank's loss, so the total upstream gradient is SIZE.
     np.testing.assert_allclose(tape.gradient(y, x), [1.0, SIZE if RANK == SIZE - 1 else 0.0])
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_allgather(compiled: bool) -> None:
-    check(
-        lambda x: hvd.allgather(x, name="g"),
-        np.concatenate,
-        [point(r, (r + 1, 2)) for r in range(SIZE)],
-        compiled=compiled,
-    )
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_broadcast(compiled: bool) -> None:
-    root = SIZE - 1
-    check(
-        lambda x: hvd.broadcast(x, root, name="g"),
-        lambda inputs: inputs[root],
-        [point(r, (3,)) for r in range(SIZE)],
-        compiled=compiled,
-    )
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("op", ["Average", "Sum"])
-def test_reducescatter(op: str, compiled: bool) -> None:
-    combine = {"Average": np.mean, "Sum": np.sum}[op]
-    check(
-        lambda x: hvd.reducescatter(
-            x, op=getattr(hvd, op), prescale_factor=0.5, postscale_factor=3.0, name=f"g {op}"
-        ),
-        lambda inputs: np.array_split(combine(1.5 * np.stack(inputs), axis=0), SIZE),
-        [point(r, (2 * SIZE + 1, 2)) for r in range(SIZE)],  # rows do not divide by the ranks
-        compiled=compiled,
-    )
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_alltoall(compiled: bool) -> None:
-    splits = [[1 + (r + to) % 2 for to in range(SIZE)] for r in range(SIZE)]
-
-    def alone(inputs):
-        parts = [np.split(x, np.cumsum(splits[r])[:-1]) for r, x in enumerate(inputs)]
-        return [np.concatenate([parts[r][to] for r in range(SIZE)]) for to in range(SIZE)]
-
-    check(
-        lambda x: hvd.alltoall(x, splits[RANK], name="g")[0],
-        alone,
-        [point(r, (sum(splits[r]), 2)) for r in range(SIZE)],
-        compiled=compiled,
-    )
 
 
 def contrastive(rows, columns, first: int) -> tf.Tensor:

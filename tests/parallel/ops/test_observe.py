@@ -131,7 +131,6 @@ def test_a_process_set_has_a_row_of_its_own(directory) -> None:
     rows = sorted((e["pid"], e["tid"]) for e in found)
     assert rows == [(rank, some.process_set_id) for rank in range(SIZE - 1)]
     assert found[0]["args"]["process_set"] == some.process_set_id
-    hvd.remove_process_set(some)
 
 
 def test_a_timeline_that_one_rank_cannot_write_leaves_nothing(directory) -> None:

@@ -21,12 +21,6 @@ def test_allreduce_of_bools(op: str) -> None:
     np.testing.assert_array_equal(result.numpy(), combine(everyone, axis=0))
 
 
-def test_large_tensors_are_cut_into_chunks_without_loss() -> None:
-    shape = (3_000_001,)  # 12 MB, no multiple of anything
-    result = hvd.allreduce(tf.constant(inputs.tensor(RANK, shape)), op=hvd.Sum)
-    np.testing.assert_array_equal(result.numpy(), inputs.of_all_ranks(SIZE, shape).sum(0))
-
-
 def test_sums_of_many_bytes_leave_their_inputs_as_they_are() -> None:
     """36 MB: more than the caches, which are not used to write so much."""
     shapes = [(33,), (9_000_001,), (), (1001, 7)]
@@ -108,16 +102,6 @@ def test_grouped_allreduce_of_mixed_dtypes_and_slices_in_any_order() -> None:
         expected[: r + 1] += inputs.tensor(r, (r + 1, 2))
     np.testing.assert_array_equal(tf.convert_to_tensor(b), expected)
     assert b.dense_shape.numpy().tolist() == [10, 2]
-
-
-def test_average_of_slices() -> None:
-    slices = tf.IndexedSlices(tf.ones((2, 3)) * (RANK + 1), [RANK, 5], [SIZE + 6, 3])
-    result = tf.convert_to_tensor(hvd.allreduce(slices)).numpy()
-    expected = np.zeros((SIZE + 6, 3))
-    for r in range(SIZE):
-        expected[r] += (r + 1) / SIZE
-        expected[5] += (r + 1) / SIZE
-    np.testing.assert_allclose(result, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

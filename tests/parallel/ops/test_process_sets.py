@@ -99,8 +99,6 @@ def test_models_that_differ_within_a_set_name_the_ranks_of_the_job() -> None:
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(), process_set=last)
         with pytest.raises(ValueError, match=rf"rank 0 has .*\[1\], rank {SIZE - 1} has"):
             optimizer.apply([tf.zeros_like(v)], [v])
-    if SIZE > 2:
-        hvd.remove_process_set(last)
 
 
 @pytest.mark.parametrize("in_graph", [False, True])
@@ -121,8 +119,6 @@ def test_a_tape_of_a_set_is_none_of_all_ranks(in_graph: bool) -> None:
     (tf.function(step) if in_graph else step)()
     np.testing.assert_allclose(weight, [1 - (SIZE + 1) / 2], rtol=1e-6)
     assert in_graph or not any(weight in one for one in missing_calls.of_distributed.values())
-    for one in own:
-        hvd.remove_process_set(one)
 
 
 def test_a_set_goes_on_while_another_is_stuck(others) -> None:

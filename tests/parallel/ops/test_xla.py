@@ -302,18 +302,10 @@ def train(make_model, optimizer, rows=None, overflows=False) -> keras.Model:
 
 
 def image_model(dropout: float) -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.Input((5,)),
-            layers.Reshape((5, 1)),
-            # The gradient of a bias here would be rounding noise, which Adam would turn into steps.
-            layers.Conv1D(3, 3, use_bias=False),
-            layers.BatchNormalization(),
-            layers.Dropout(dropout, seed=1),
-            layers.Flatten(),
-            layers.Dense(1),
-        ]
-    )
+    # The gradient of a bias here would be rounding noise, which Adam would turn into steps.
+    convolution = [layers.Reshape((5, 1)), layers.Conv1D(3, 3, use_bias=False)]
+    others = [layers.BatchNormalization(), layers.Dropout(dropout, seed=1), layers.Flatten()]
+    return keras.Sequential([keras.Input((5,)), *convolution, *others, layers.Dense(1)])
 
 
 def test_dropout() -> None:
