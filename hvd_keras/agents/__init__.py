@@ -81,27 +81,30 @@ class Call:
 
     def start(
         self, function: bytes, places: Sequence[Mapping[str, Any]], **how: Any
-    ) -> list[bytes]:
+    ) -> list[bytes] | Exception:
         """Call a pickled function on one rank per place; this is the first of them.
 
-        `how`, and what is returned or raised, is as for ``run_function.call``.
+        `how`, and what is returned, is as for ``run_function.call``. What that raises is returned,
+        too: the systems repeat or wrap what a place raises.
         """
         slots = Counter(place["address"] for place in places)
         ports = {place["address"]: place["port"] for place in reversed(places)}
-        # Agents remove the folder, however we end.
-        with job_directory(self.run) as folder:
-            table = folder / "table"
-            table.write_text(json.dumps({"secret": self.secret, "ports": ports}))
-            shell = shlex.join([*onhost.program("agents.client"), str(table)])
-            own = {**os.environ, **self.environment, OWNER: self.run + OF_HVDRUN}
-            own |= thread_settings(1, self.environment, self.cores)
-            hosts = ",".join(f"{address}:{count}" for address, count in slots.items())
-            command = ["-H", hosts, "--remote-shell", shell, *self.options]
-            command += [word for variable in self.environment for word in ("--env", variable)]
-            everywhere = all(place["has_directory"] for place in places)
-            cwd = self.directory if everywhere else tempfile.gettempdir()
-            how |= {"name": self.name, "env": own, "cwd": cwd}
-            return run_function.call(function, command, **how)
+        own = {**os.environ, **self.environment, OWNER: self.run + OF_HVDRUN}
+        own |= thread_settings(1, self.environment, self.cores)
+        hosts = ",".join(f"{address}:{count}" for address, count in slots.items())
+        everywhere = all(place["has_directory"] for place in places)
+        cwd = self.directory if everywhere else tempfile.gettempdir()
+        how |= {"name": self.name, "env": own, "cwd": cwd}
+        try:
+            with job_directory(self.run) as folder:  # agents remove it, however we end
+                table = folder / "table"
+                table.write_text(json.dumps({"secret": self.secret, "ports": ports}))
+                shell = shlex.join([*onhost.program("agents.client"), str(table)])
+                command = ["-H", hosts, "--remote-shell", shell, *self.options]
+                command += [word for variable in self.environment for word in ("--env", variable)]
+                return run_function.call(function, command, **how)
+        except Exception as error:
+            return error
 
 
 class Agent:

@@ -186,34 +186,29 @@ hvdrun itself
 --version: print the version and exit (default: off)
 """
 
-# What the text does not say: how argparse treats an option, its type and its default.
+# What the text does not say: how argparse treats an option. A type takes the option, too.
+_WORDS, _POSITIVE = {"type": _words}, {"type": functools.partial(_at_least, 1)}
+_NOT_NEGATIVE = {"type": functools.partial(_at_least, 0)}
 _DETAILS: dict[str, dict[str, Any]] = {
-    "-np": {"dest": "size"},
+    "-np": {"dest": "size", "type": _size},
     "-m": {"dest": "module", "nargs": argparse.REMAINDER},
     "-h": {"action": "help"},
     "--bind": {"action": argparse.BooleanOptionalAction},
     "--prefix": {"action": argparse.BooleanOptionalAction},
-    "--nproc-per-node": {"dest": "per_host"},
-    "--env": {"action": "append"},
+    "--nproc-per-node": {"dest": "per_host", **_POSITIVE},
+    "--env": {"action": "append", "type": _variable, "default": []},
+    "--timeline": {"type": _new_file},
+    "--metrics": {"type": statistics.parse_address},
     "--version": {"action": "version", "version": f"hvdrun of hvd_keras {hvd_keras.__version__}"},
-}
-_POSITIVE, _NOT_NEGATIVE = functools.partial(_at_least, 1), functools.partial(_at_least, 0)
-_TYPES: dict[str, Callable[[str, str], Any]] = {
-    "-np": _size,
-    "--env": _variable,
-    "--timeline": _new_file,
-    "--metrics": statistics.parse_address,
-    **dict.fromkeys(("--host-discovery-script", "--remote-shell", "--mpi-args"), _words),
-    **dict.fromkeys(("--nproc-per-node", "--ssh-port", "--start-timeout"), _POSITIVE),
-    **dict.fromkeys(("--min-np", "--max-np"), _POSITIVE),
-    **dict.fromkeys(("--max-restarts", "--wait-for-hosts"), _NOT_NEGATIVE),
-    **dict.fromkeys(("--restart-timeout", "--stop-timeout"), _NOT_NEGATIVE),
-}
-_DEFAULTS = {
-    **{"bind": True, "prefix": True, "remote_shell": [], "env": [], "mpi_args": [], "settings": []},
-    # For extensions: whether more ranks than cores on this host are worth a word, no error.
-    "may_share_cores": False,
-    **{"wait_for_hosts": 0, "start_timeout": 120, "restart_timeout": 600, "stop_timeout": 20},
+    "--host-discovery-script": _WORDS,
+    "--remote-shell": {**_WORDS, "default": []},
+    "--mpi-args": {**_WORDS, "default": []},
+    **dict.fromkeys(("--ssh-port", "--min-np", "--max-np"), _POSITIVE),
+    "--max-restarts": _NOT_NEGATIVE,
+    "--wait-for-hosts": {**_NOT_NEGATIVE, "default": 0},
+    "--start-timeout": {**_POSITIVE, "default": 120},
+    "--restart-timeout": {**_NOT_NEGATIVE, "default": 600},
+    "--stop-timeout": {**_NOT_NEGATIVE, "default": 20},
 }
 
 
@@ -246,8 +241,8 @@ def _parser(extensions: Sequence[Extension]) -> argparse.ArgumentParser:
             if last.startswith("-"):
                 flags, kwargs = [*flags, last], {"action": "store_true"}
             kwargs |= {"help": " ".join(text.split())} | _DETAILS.get(flags[0], {})
-            if flags[0] in _TYPES:
-                kwargs["type"] = functools.partial(_TYPES[flags[0]], flags[0])
+            if "type" in kwargs:
+                kwargs["type"] = functools.partial(kwargs["type"], flags[0])
             action = group.add_argument(*flags, **kwargs)
             for extension in extensions:
                 if others := extension.aliases.get(flags[0]):
@@ -258,7 +253,8 @@ def _parser(extensions: Sequence[Extension]) -> argparse.ArgumentParser:
     for extension in extensions:
         extension.add_to(parser)
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    parser.set_defaults(**_DEFAULTS)
+    # For extensions: whether more ranks than cores on this host are worth a word, no error.
+    parser.set_defaults(bind=True, prefix=True, settings=[], may_share_cores=False)
     return parser
 
 

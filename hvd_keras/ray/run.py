@@ -22,17 +22,6 @@ LOOK = 1.0
 START = 300.0
 
 
-def _ray() -> Any:
-    try:
-        import ray
-    except ImportError as error:
-        raise RuntimeError(
-            f"hvd.ray needs Ray, and {sys.executable} has none. Run 'pip install "
-            '"hvd_keras[ray]"\'.'
-        ) from error
-    return ray
-
-
 def run(
     func: Callable[..., Any],
     num_workers: int,
@@ -92,7 +81,13 @@ def run(
     each = dict(resources or {"CPU": 1})
     if not any(each.values()):
         raise ValueError(f"hvd.ray.run: resources is {each}, expected more than 0 of one of them")
-    ray = _ray()
+    try:
+        import ray
+    except ImportError as error:
+        raise RuntimeError(
+            f"hvd.ray needs Ray, and {sys.executable} has none. Run 'pip install "
+            '"hvd_keras[ray]"\'.'
+        ) from error
     try:
         function = cloudpickle.dumps((func, tuple(args), dict(kwargs or {})))
     except Exception as error:
@@ -114,7 +109,7 @@ def run(
             )
         actors = [_actor(ray, group, number, each, runtime_env) for number in range(num_workers)]
         call = agents.Call("hvd.ray.run", max(1, int(each.get("CPU", 1))), [*options])
-        facts = _get(ray, actors, [actor.open.remote(call) for actor in actors])
+        facts = _get(ray, [actor.open.remote(call) for actor in actors])
         order = _by_host([fact["address"] for fact in facts])
         actors = [actors[number] for number in order]
         places = [facts[number] for number in order]
@@ -158,7 +153,8 @@ class Place:
 
     def open(self, call: agents.Call) -> dict[str, Any]:
         """Start the agent; returns where this actor is."""
-        ray = _ray()
+        import ray
+
         self._agent = agents.Agent(call, str(ray.util.get_node_ip_address()))
         gpus = [str(gpu) for gpu in ray.get_gpu_ids()]
         return {**self._agent.facts(), "pid": os.getpid(), "gpus": gpus}
@@ -171,10 +167,7 @@ class Place:
         self, call: agents.Call, function: bytes, places: Sequence[Any]
     ) -> list[bytes] | Exception:
         """Run the job; this is its first place."""
-        try:
-            return call.start(function, places)
-        except (RuntimeError, ValueError) as error:
-            return error
+        return call.start(function, places)
 
     def close(self) -> None:
         """End the agent, and all that it has started."""
@@ -204,17 +197,13 @@ def _actor(ray: Any, group: Any, number: int, each: Mapping[str, float], runtime
     )
 
 
-def _get(ray: Any, actors: Sequence[Any], answers: list[Any]) -> list[Any]:
+def _get(ray: Any, answers: list[Any]) -> list[Any]:
     try:
         return list(ray.get(answers, timeout=START))
-    except ray.exceptions.GetTimeoutError as error:
-        raise RuntimeError(
-            f"hvd.ray.run: the {len(actors)} actors did not start within {START:g} s"
-        ) from error
-    except ray.exceptions.RayTaskError as error:
-        raise RuntimeError(f"hvd.ray.run: {error.cause}") from error
-    except (ray.exceptions.RayActorError, ray.exceptions.RuntimeEnvSetupError) as error:
-        raise RuntimeError(f"hvd.ray.run: an actor could not start: {error}") from error
+    except ray.exceptions.RayError as error:
+        is_late = isinstance(error, ray.exceptions.GetTimeoutError)
+        why = f"no answer within {START:g} s" if is_late else getattr(error, "cause", None) or error
+        raise RuntimeError(f"hvd.ray.run: an actor could not start: {why}") from error
 
 
 def _by_host(addresses: Sequence[str]) -> list[int]:
@@ -270,9 +259,8 @@ def _follow(
         return list(result)
     # When an actor dies, its ranks do, too, and hvdrun may be the first to say so.
     time.sleep(LOOK)
-    if dead := _dead(ray, holds, facts):
-        raise RuntimeError(f"hvd.ray.run: {dead}. {result}")
-    raise result
+    dead = _dead(ray, holds, facts)
+    raise RuntimeError(f"hvd.ray.run: {dead}. {result}") if dead else result
 
 
 def _dead(ray: Any, holds: Sequence[Any], facts: Sequence[Mapping[str, Any]]) -> str:

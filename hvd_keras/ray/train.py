@@ -101,10 +101,8 @@ def _start(call: agents.Call, places: Sequence[Any]) -> None:
     state, function = _state, cloudpickle.dumps((stand_in_for_worker, (call.run,), {}))
 
     def start() -> None:
-        try:
-            call.start(function, places)
-        except Exception as error:
-            state.error = str(error) or type(error).__name__
+        if isinstance(result := call.start(function, places), Exception):
+            state.error = str(result) or type(result).__name__
 
     state.job = threading.Thread(target=start, daemon=True)
     state.job.start()

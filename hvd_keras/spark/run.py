@@ -1,20 +1,27 @@
-"""``hvd.spark.run``: a function on ranks that Spark's executors start."""
+"""``hvd.spark.run``: a function on ranks that Spark's executors start.
+
+Each rank has a task of a barrier stage. The first one runs hvdrun, the others wait for it. Each
+holds a connection to the driver, over which it is granted its start and reports its end, so that
+the driver sees which one was lost first, and no task of a stage that Spark repeats starts.
+"""
 
 import contextlib
 import dataclasses
 import functools
+import json
 import re
 import secrets
+import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvd_keras import agents
 from hvd_keras.agents.link import Link, listening
-from hvd_keras.launch.onhost.channel import new_secret
-from hvd_keras.spark import task
+from hvd_keras.launch.onhost.channel import ProtocolError, new_secret
 
 # Seconds to wait for free slots, unless the user says otherwise.
 START_TIMEOUT = 120.0
@@ -24,6 +31,12 @@ CHECK = 0.2
 
 # Seconds in which Spark may itself tell the cause of a failure before the job is cancelled.
 PATIENCE = 5.0
+
+# Seconds for a task to reach the driver.
+CONNECT_TIMEOUT = 10.0
+
+# What hvdrun prints before the lines of rank 0, whose progress the driver shows.
+FIRST_RANK = "[0] "
 
 # Settings by which a cluster encrypts what its processes send each other, or write, and what a job
 # would leave readable.
@@ -260,7 +273,7 @@ def _start(
     tag = f"hvd-{call.run}-{secrets.token_hex(4)}"
     address = context.getConf().get("spark.driver.bindAddress", host)
     with listening(address, call.secret, tasks.follow) as port:
-        work = functools.partial(task.work, call, function, (host, port))
+        work = functools.partial(_work, call, function, (host, port))
 
         def submit() -> None:
             try:
@@ -322,3 +335,54 @@ def _reason(text: str, tasks: Tasks) -> Exception:
             "the driver's version of Python there (see PYSPARK_PYTHON)"
         )
     return RuntimeError(f"hvd.spark.run: {text}")
+
+
+def _show(link: Link, line: str, name: str) -> None:
+    """Show the lines of rank 0 to the driver, and all lines in the executor's log."""
+    print(line, end="", flush=True, file=sys.stderr)
+    if line.startswith(FIRST_RANK):
+        with contextlib.suppress(OSError):  # the driver is gone, and Spark ends the task
+            link.send(line=line.removeprefix(FIRST_RANK), to=name)
+
+
+def _work(
+    call: agents.Call, function: bytes, driver: tuple[str, int]
+) -> list[list[bytes] | Exception]:
+    """Take part in a call of a function that is pickled with its arguments.
+
+    Returns the ranks' results in the first task, or why the call failed; nothing in the others.
+    """
+    from pyspark import BarrierTaskContext
+
+    context = BarrierTaskContext.get()
+    number = context.partitionId()
+    try:
+        connection = socket.create_connection(driver, CONNECT_TIMEOUT)
+        link = Link(connection, call.secret, listens=False)
+    except (OSError, ProtocolError) as error:
+        raise RuntimeError(
+            f"{socket.gethostname()} cannot connect to the driver at {driver[0]}: {error}; "
+            "check that no firewall blocks its ports and that spark.driver.host is right"
+        ) from error
+    try:
+        link.send(task=number, host=socket.gethostname())
+        if link.receive() is None:
+            raise RuntimeError("Spark has repeated the stage; its ranks are started once only")
+        address = context.getTaskInfos()[number].address.rpartition(":")[0]
+        with contextlib.closing(agents.Agent(call, address)) as agent:
+            gathered = context.allGather(json.dumps(agent.facts()))
+            places = [json.loads(text) for text in gathered]
+            found: list[list[bytes] | Exception] = []
+            if number == 0 and (problem := call.problem(places)):
+                found = [ValueError(f"{call.name}: {problem}")]
+            elif number == 0:
+                found = [call.start(function, places, show=functools.partial(_show, link))]
+            context.barrier()
+        link.send(done=True)
+        return found
+    except Exception:
+        with contextlib.suppress(OSError):
+            link.send(error=traceback.format_exc())
+        raise
+    finally:
+        link.close()

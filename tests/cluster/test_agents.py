@@ -41,7 +41,8 @@ with contextlib.closing(agents.Agent(call, hosts[int(number)])) as agent:
     places = [json.loads(path.read_text()) for path in await_files("place-*", len(hosts))]
     if number == "0":
         function = cloudpickle.dumps((work, (10,), {{}}))
-        results = call.start(function, places)
+        if isinstance(results := call.start(function, places), Exception):
+            raise results
         print(*(cloudpickle.loads(result) for result in results), sep="\\n")
     pathlib.Path(f"done-{{number}}").touch()
     await_files("done-*", len(hosts))
