@@ -1,5 +1,7 @@
 """Inputs that differ by rank and element and have exact sums, so that tests compare bits."""
 
+import pathlib
+
 import numpy as np
 
 
@@ -12,3 +14,10 @@ def tensor(rank: int, shape: tuple[int, ...], dtype: str = "float32") -> np.ndar
 def of_all_ranks(size: int, shape: tuple[int, ...], dtype: str = "float32") -> np.ndarray:
     """Returns every rank's tensor, stacked by rank."""
     return np.stack([tensor(rank, shape, dtype) for rank in range(size)])
+
+
+def damage(path: pathlib.Path, place: int | None = None) -> None:
+    """Flips a bit of a file, by default in its middle."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if place is None else place % len(content)] ^= 1
+    path.write_bytes(content)

@@ -67,9 +67,9 @@ def rows_of(steps: list[dict[int, float]]) -> list[int]:
     return [row for step in steps for row in step]
 
 
-def error_of(call, *arguments, **named) -> str:
+def error_of(call, *arguments, about=r"hvd\.data", **named) -> str:
     """Returns the text of the ValueError; checks that it is the same on all ranks."""
-    with pytest.raises(ValueError, match=r"hvd\.data") as caught:
+    with pytest.raises(ValueError, match=about) as caught:
         call(*arguments, **named)
     texts = agree.gather_json("error", str(caught.value))
     assert set(texts) == {texts[0]}

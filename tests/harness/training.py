@@ -1,6 +1,5 @@
 """One model, trained by all ranks and by one process with the whole batch."""
 
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -15,24 +14,13 @@ WORDS = 30
 
 
 def dense_model() -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.Input((5,)),
-            keras.layers.Dense(7, activation="tanh"),
-            keras.layers.Dense(1),
-        ]
-    )
+    hidden = keras.layers.Dense(7, activation="tanh")
+    return keras.Sequential([keras.Input((5,)), hidden, keras.layers.Dense(1)])
 
 
 def sparse_model() -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.Input((3,), dtype="int32"),
-            keras.layers.Embedding(WORDS, 4),
-            keras.layers.Flatten(),
-            keras.layers.Dense(1),
-        ]
-    )
+    layers = [keras.layers.Embedding(WORDS, 4), keras.layers.Flatten(), keras.layers.Dense(1)]
+    return keras.Sequential([keras.Input((3,), dtype="int32"), *layers])
 
 
 def data(model: keras.Model, size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -76,8 +64,8 @@ def fit(model: keras.Model, *callbacks: Any, data: Any = None, broadcast=True, *
     return model.fit(*(data or mine(model)), **{"batch_size": BATCH, **options}).history
 
 
-class OwnStep(keras.Sequential):
-    """A typical ``train_step``, of which a derived class chooses the parts."""
+class Stepping:
+    """A typical ``train_step`` of a model, of which a derived class chooses the parts."""
 
     def loss_of(self, x, y):
         return self.compute_loss(x, y, self(x, training=True))
@@ -98,6 +86,10 @@ class OwnStep(keras.Sequential):
         return {"loss": loss}
 
 
+class OwnStep(Stepping, keras.Sequential):
+    """A model with such a step."""
+
+
 class Crash(keras.callbacks.Callback):
     """Ends ``fit`` after so many batches, counted over all epochs; 0: never."""
 
@@ -114,6 +106,13 @@ class Crash(keras.callbacks.Callback):
 def set_weights(model: keras.Model, seed: int) -> None:
     random = np.random.default_rng(seed)
     model.set_weights([random.normal(size=w.shape, scale=0.3) for w in model.get_weights()])
+
+
+def flip(variable: Any, bit: int) -> None:
+    """Flips a bit, counted over all elements."""
+    value = np.array(variable)
+    value.reshape(-1).view(np.uint8)[bit // 8] ^= 1 << bit % 8
+    variable.assign(value)
 
 
 def flat(model: keras.Model) -> np.ndarray:
@@ -134,31 +133,3 @@ def assert_same(values, others) -> None:
 
 def assert_close(model: keras.Model, other: keras.Model, rtol=1e-4, atol=1e-5) -> None:
     np.testing.assert_allclose(flat(model), flat(other), rtol=rtol, atol=atol)
-
-
-def assert_trains_like_one_process(
-    make_model: Callable[[], keras.Model],
-    make_optimizer: Callable[[], keras.optimizers.Optimizer],
-    *,
-    rtol: float = 1e-4,
-    atol: float = 1e-5,
-) -> keras.Model:
-    """Checks that N ranks with batch B get the weights of one process with batch N * B."""
-    rank, size = hvd.rank(), hvd.size()
-    together = make_model()
-    set_weights(together, seed=rank)  # the broadcast must make them equal
-    fit(compiled(together, make_optimizer()), epochs=2)
-    assert_bit_identical_on_all_ranks(together)
-    if rank > 0:  # the weights are equal on all ranks, so rank 0 is enough
-        return together
-
-    alone = make_model()
-    set_weights(alone, seed=0)
-    start = flat(alone)
-    alone.compile(optimizer=make_optimizer(), loss="mse")
-    # If Keras built it while tracing the first step, ScheduleFreeAdamW would restart in every step.
-    alone.optimizer.build(alone.trainable_variables)
-    alone.fit(*data(alone, size), batch_size=size * BATCH, epochs=2, shuffle=False, verbose=0)
-    assert np.abs(flat(alone) - start).max() > 10 * atol, "training did nothing"
-    assert_close(together, alone, rtol, atol)
-    return together

@@ -153,13 +153,8 @@ def test_what_may_differ() -> None:
     for _ in range(RANK):  # Keras counts
         training.dense_model()
     rate = 0.1 * (RANK + 1)
-    model = keras.Sequential(
-        [
-            keras.Input((5,)),
-            keras.layers.Dropout(0.5, seed=RANK),
-            keras.layers.Dense(1, kernel_initializer=keras.initializers.RandomNormal(seed=RANK)),
-        ]
-    )
+    dense = keras.layers.Dense(1, kernel_initializer=keras.initializers.RandomNormal(seed=RANK))
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dropout(0.5, seed=RANK), dense])
     data = training.mine(model) if RANK == 0 else None
     fit(compiled(model, SGD(rate)), verbose=by_rank(0, 2), validation_data=data)
     training.assert_bit_identical_on_all_ranks(model)
@@ -203,14 +198,10 @@ def test_values_with_equal_sums_are_told_apart(change, directory, warned) -> Non
     with pytest.raises(RuntimeError, match="VerifyWeights"):
         model.fit(x, y, verbose=0, callbacks=[first, changing, hvd.callbacks.VerifyWeights(1)])
 
-    local = made()
-    for variable in local.trainable_variables:  # saved for each rank
-        local.optimizer.register_local_var(variable)
-    saved = hvd.callbacks.Checkpoint(directory / change)
-    local.fit(x, y, verbose=0, callbacks=[saved])
-    again = made()
-    for variable in again.trainable_variables:
-        again.optimizer.register_local_var(variable)
+    local, again = made(), made()
     again.set_weights([np.zeros((8, 4))])
-    again.fit(x, y, epochs=1, verbose=0, callbacks=[hvd.callbacks.Checkpoint(directory / change)])
+    for net in (local, again):
+        for variable in net.trainable_variables:  # saved for each rank
+            net.optimizer.register_local_var(variable)
+        net.fit(x, y, verbose=0, callbacks=[hvd.callbacks.Checkpoint(directory / change)])
     np.testing.assert_array_equal(again.get_weights()[0], mine)

@@ -19,17 +19,8 @@ once = pytest.mark.skipif(SIZE > 2, reason="shows no more on more ranks")
 layers = keras.layers
 
 
-def divided(**options: Any) -> Callable[..., Any]:
-    return lambda **more: hvd.layers.Embedding(ROWS, COLUMNS, **options, **more)
-
-
-def plain(**options: Any) -> Any:
-    return layers.Embedding(ROWS, COLUMNS, **options)
-
-
-def model_of(embedding: Callable[..., Any], **options: Any) -> keras.Model:
+def model_of(table: Any) -> keras.Model:
     """Two features share a table."""
-    table = embedding(**options)
     one, two = keras.Input((3,), dtype="int32"), keras.Input((2,), dtype="int32")
     both = layers.Concatenate(axis=1)([table(one), table(two)])
     hidden = layers.Dense(4, activation="tanh")(layers.Flatten()(both))
@@ -45,9 +36,9 @@ def rows() -> list[np.ndarray]:
     return [ids[:, :3], ids[:, 3:], random.normal(size=(count, 1)).astype("float32")]
 
 
-def share(array: np.ndarray, rank: int = RANK) -> np.ndarray:
-    """A rank's rows of each step."""
-    return array.reshape(STEPS, SIZE, BATCH, -1)[:, rank].reshape(STEPS * BATCH, -1)
+def share(array: np.ndarray) -> np.ndarray:
+    """This rank's rows of each step."""
+    return array.reshape(STEPS, SIZE, BATCH, -1)[:, RANK].reshape(STEPS * BATCH, -1)
 
 
 def tables_of(model: keras.Model) -> list[Any]:
@@ -101,24 +92,17 @@ def assert_like_one_process(
         assert np.abs(before - after).max() > 10 * atol, "training did nothing"
 
 
-def adam() -> keras.optimizers.Optimizer:
-    return keras.optimizers.Adam(0.05)
-
-
-def several_tables(embedding: Callable[..., Any]) -> keras.Model:
+def several_tables(divided: bool) -> keras.Model:
     """Tables of all layouts: small ones have no options here, so each has its own."""
     one, two = keras.Input((3,), dtype="int32"), keras.Input((2,), dtype="int32")
-    if embedding is plain:
-        names = ("first", "second", "third")
+    names = ("first", "second", "third")
+    if not divided:
         tables = [layers.Embedding(ROWS, COLUMNS, name=name) for name in names]
         found = [tables[0](one), tables[0](two), tables[1](one), tables[2](two)]
     else:
+        pairs = zip(names, ("rows", "columns", None), strict=True)
         lookup = hvd.layers.Embeddings(
-            {
-                "first": hvd.layers.Embedding(ROWS, COLUMNS, shard="rows", name="first"),
-                "second": hvd.layers.Embedding(ROWS, COLUMNS, shard="columns", name="second"),
-                "third": hvd.layers.Embedding(ROWS, COLUMNS, shard=None, name="third"),
-            },
+            {n: hvd.layers.Embedding(ROWS, COLUMNS, shard=shard, name=n) for n, shard in pairs},
             features={"a": "first", "b": "first", "c": "second", "d": "third"},
         )
         of = lookup({"a": one, "b": two, "c": one, "d": two})
@@ -131,20 +115,17 @@ def several_tables(embedding: Callable[..., Any]) -> keras.Model:
 def test_many_tables_with_one_exchange() -> None:
     before, data = counts(), rows()
 
-    def trained(embedding: Any, optimizer: Any, batch: int, parts: list[Any]) -> keras.Model:
-        model = several_tables(embedding)
+    def trained(divided: bool, parts: list[Any]) -> keras.Model:
+        model, adam = several_tables(divided), keras.optimizers.Adam(0.05)
         set_weights(model)
         # A few steps take less time than tracing.
-        model.compile(optimizer=optimizer, loss="mse", run_eagerly=True)
-        first = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
-        callbacks = first if batch == BATCH else []
-        model.fit(parts[:-1], parts[-1], batch, shuffle=False, verbose=0, callbacks=callbacks)
+        model.compile(hvd.DistributedOptimizer(adam) if divided else adam, "mse", run_eagerly=True)
+        how = {"batch_size": BATCH if divided else SIZE * BATCH, "broadcast": divided}
+        training.fit(model, data=(parts[:-1], parts[-1]), **how)
         return model
 
-    distributed = hvd.DistributedOptimizer(adam())
-    together = trained(None, distributed, BATCH, [share(part) for part in data])
-    alone = lambda: trained(plain, adam(), SIZE * BATCH, data)  # noqa: E731
-    assert_like_one_process(together, alone, rtol=1e-4, atol=1e-5)
+    together = trained(True, [share(part) for part in data])
+    assert_like_one_process(together, lambda: trained(False, data), rtol=1e-4, atol=1e-5)
     assert counts() - before == 3 * STEPS, "ids, rows and gradients, once in each step"
 
 
@@ -167,7 +148,7 @@ def test_uneven_batches_in_a_custom_loop() -> None:
     count = len(data[0])
     cuts = [count * r * (r + 1) // (SIZE * (SIZE + 1)) for r in range(SIZE + 1)]
     optimizer = keras.optimizers.Adagrad(0.1)
-    model = model_of(divided(shard="rows"))
+    model = model_of(hvd.layers.Embedding(ROWS, COLUMNS, shard="rows"))
     set_weights(model)
 
     def train(
@@ -185,7 +166,7 @@ def test_uneven_batches_in_a_custom_loop() -> None:
     train(model, optimizer, [part[cuts[RANK] : cuts[RANK + 1]] for part in data], True)
 
     def alone() -> keras.Model:
-        other = model_of(plain)
+        other = model_of(layers.Embedding(ROWS, COLUMNS))
         set_weights(other)
         return train(other, keras.optimizers.Adagrad(0.1), data, False)
 
@@ -226,20 +207,16 @@ def test_ids_of_all_kinds(shard) -> None:
 @once
 @pytest.mark.parametrize("initializer", ["uniform", "random_normal", "he_normal"])
 def test_initial_values_are_those_of_one_process(initializer: str) -> None:
-    made = [
-        cls(5000, 6, embeddings_initializer=keras.initializers.get(initializer), **more)
-        for cls, more in (
-            (hvd.layers.Embedding, {"shard": "rows"}),
-            (hvd.layers.Embedding, {"shard": "columns"}),
-        )
-        if keras.utils.set_random_seed(3) is None
-    ]
-    keras.utils.set_random_seed(3)
-    one = layers.Embedding(5000, 6, embeddings_initializer=keras.initializers.get(initializer))
-    for layer in (*made, one):
+    def made(cls: Any, **more: Any) -> Any:
+        keras.utils.set_random_seed(3)
+        layer = cls(5000, 6, embeddings_initializer=keras.initializers.get(initializer), **more)
         layer.build()
-    for layer in made:
-        np.testing.assert_array_equal(layer.get_table(), one.embeddings.numpy())
+        return layer
+
+    expected = made(layers.Embedding).embeddings.numpy()
+    for shard in ("rows", "columns"):
+        table = made(hvd.layers.Embedding, shard=shard).get_table()
+        np.testing.assert_array_equal(table, expected)
 
 
 def test_ids_out_of_range_of_a_divided_table_are_an_error_on_all_ranks() -> None:

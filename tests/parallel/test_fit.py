@@ -93,15 +93,6 @@ def test_variables_that_are_overwritten_by_their_gradient() -> None:
     np.testing.assert_allclose(kernel, np.full(3, -(SIZE + 1) / 2), rtol=1e-6)
 
 
-def test_exported_model_has_nothing_of_hvd_keras(tmp_path) -> None:
-    _, model = both(training.dense_model)
-    model.export(tmp_path / "served", verbose=False)
-    x = np.ones((2, 5), "float32")
-    loaded = tf.saved_model.load(tmp_path / "served")
-    np.testing.assert_allclose(loaded.serve(x), model(x), rtol=1e-5)
-    assert b"Hvd" not in (tmp_path / "served" / "saved_model.pb").read_bytes()
-
-
 class Contrast(keras.losses.Loss):
     """Compares each row with all."""
 
@@ -265,10 +256,9 @@ def test_the_way_of_a_gradient_is_the_documented_one() -> None:
     model = keras.Sequential([keras.Input((7,)), keras.layers.Dense(5)])
     model.compile(hvd.DistributedOptimizer(optimizers.SGD(0.1)), "mse")
     x, y = np.full((8, 7), RANK + 1.0, "float32"), np.ones((8, 5), "float32")
-    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
     sys.setprofile(follow)
     try:
-        model.fit(x, y, batch_size=8, verbose=0, callbacks=[broadcast])
+        training.fit(model, data=(x, y), batch_size=8)
     finally:
         sys.setprofile(None)
     text = pathlib.Path(home, "..", "docs", "architecture.md").read_text()

@@ -49,6 +49,7 @@ def writers(directory: pathlib.Path) -> list[keras.callbacks.Callback]:
     return [
         keras.callbacks.CSVLogger(directory / "log.csv"),
         keras.callbacks.ModelCheckpoint(directory / "deep" / "{epoch}.keras"),
+        hvd.callbacks.ModelCheckpoint(directory / "own" / "model.keras", save_freq=4),
     ]
 
 
@@ -64,7 +65,8 @@ def test_writers_write_on_rank_0_alone(directory: pathlib.Path) -> None:
     x, y = np.full((4, 5), RANK), np.full((4, 1), RANK)
     average = hvd.callbacks.MetricAverageCallback()
     history = fit(model, [average, *writers(mine)], validation_data=(x, y))
-    assert written(mine) == (["deep/1.keras", "deep/2.keras", "log.csv"] if RANK == 0 else [])
+    names = ["deep/1.keras", "deep/2.keras", "log.csv", "own/model.keras"]
+    assert written(mine) == (names if RANK == 0 else [])
     if RANK == 0:
         with open(mine / "log.csv") as file:
             rows = list(csv.DictReader(file))
@@ -215,18 +217,17 @@ def test_backup_and_restore_is_refused_on_all_ranks(directory: pathlib.Path) -> 
 
 # The mean over 2 ranks stays 1; that over 3 ranks falls from 4/3; one rank sees it rise.
 WATCHED = [0.0, 1.0, 2.0, 3.0] if RANK == 0 else [2.0, 1.0, 0.0, -1.0]
-ORDERS = pytest.mark.parametrize("order", ["behind", "before", "without"])
+ORDERS = ["behind", "without", "before"]
 
 
 def with_metric_average(order: str, callback: keras.callbacks.Callback) -> list:
     average = hvd.callbacks.MetricAverageCallback()
-    return {"behind": [average, callback], "before": [callback, average], "without": [callback]}[
-        order
-    ]
+    orders = {"behind": [average, callback], "before": [callback, average], "without": [callback]}
+    return {**orders, "on one rank": [callback] * (RANK == 0)}[order]
 
 
-@pytest.mark.cases(2)
-@ORDERS
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("order", ["behind", "on one rank", *ORDERS[1:]])
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_early_stopping_stops_all_ranks_after_the_same_epoch(order: str, shape) -> None:
     watch = Watch([np.full(shape, value)[()] for value in WATCHED])
@@ -234,7 +235,7 @@ def test_early_stopping_stops_all_ranks_after_the_same_epoch(order: str, shape) 
     history = fit(compiled(), [watch, *with_metric_average(order, stop)], epochs=4)
     assert_equal_on_all_ranks(watch.batches)
     assert watch.batches == {1: 4, 2: 2, 3: 2}[SIZE] * training.STEPS
-    if order == "without":  # others see what this rank has logged
+    if order in ("without", "on one rank"):  # others see what this rank has logged
         assert history["watched"] == WATCHED[: len(history["watched"])]
 
 
@@ -246,7 +247,7 @@ def test_early_stopping_by_an_array_is_an_error() -> None:
         fit(compiled(), [watch, *([stop] if RANK == 0 else [])], epochs=1)
 
 
-@ORDERS
+@pytest.mark.parametrize("order", ORDERS)
 def test_reduce_lr_on_plateau_gives_all_ranks_the_same_rate(order: str) -> None:
     reduce = keras.callbacks.ReduceLROnPlateau("watched", mode="max", factor=0.5, patience=1)
     callbacks = [Watch(WATCHED), *with_metric_average(order, reduce)]
@@ -274,13 +275,6 @@ def test_a_rank_that_stops_by_its_own_metric_stops_all() -> None:
     history = fit(compiled(), [Stop(), watch], epochs=4)
     assert watch.batches == 2 * training.STEPS
     assert len(history["loss"]) == 2
-
-
-def test_early_stopping_on_one_rank_stops_all() -> None:
-    watch = Watch(WATCHED)
-    stop = keras.callbacks.EarlyStopping("watched", mode="max", patience=0)
-    fit(compiled(), [watch, *([stop] if RANK == 0 else [])], epochs=4)
-    assert watch.batches == {1: 4, 2: 2, 3: 2}[SIZE] * training.STEPS
 
 
 def test_a_tensorboard_with_the_users_scalars(directory: pathlib.Path) -> None:

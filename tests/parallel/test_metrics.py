@@ -388,6 +388,8 @@ def test_metrics_that_differ_are_refused_on_all_ranks(mine, text: str) -> None:
     if RANK == 0:
         model.evaluate(*val, verbose=0)
     hvd.allreduce([1.0])
+    with pytest.raises(ValueError, match=r"rank 0: \['loss', 'val_loss'\]; rank 1: \['loss'\]"):
+        fit(make_model(), train, val if RANK == 0 else None, averaged())
 
 
 def test_every_metric_of_keras_is_a_sum() -> None:

@@ -11,7 +11,6 @@ from tests.harness import inputs, training
 
 RANK, SIZE = hvd.rank(), hvd.size()
 optimizers = keras.optimizers
-MODELS = {"dense": training.dense_model, "sparse": training.sparse_model}
 
 
 def applied(gradients: list, **options) -> list[np.ndarray]:
@@ -187,34 +186,6 @@ def test_groups_of_variables_share_a_request() -> None:
     operations = step.get_concrete_function().graph.get_operations()
     counts = [len(op.inputs) for op in operations if op.type == "HvdAllreduce"]
     assert sorted(counts) == [1, 1, 2]
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("average", [False, True])
-@pytest.mark.parametrize("model", MODELS)
-def test_backward_passes_per_step(model: str, average: bool) -> None:
-    def train(optimizer, net, x, y, batch):
-        training.set_weights(net, seed=0)
-        net.compile(optimizer=optimizer, loss="mse")
-        net.fit(x, y, batch_size=batch, shuffle=False, verbose=0)
-        return training.flat(net)
-
-    alone, together = MODELS[model](), MODELS[model]()
-    x, y = training.data(alone, SIZE)
-    # Sums of three gradients are means with three times the rate.
-    rate = 0.03 if average else 0.01
-    plain = optimizers.SGD(
-        rate if average else 3 * rate, momentum=0.9, gradient_accumulation_steps=3
-    )
-    expected = train(plain, alone, x, y, SIZE * training.BATCH)
-    optimizer = hvd.DistributedOptimizer(
-        optimizers.SGD(rate, momentum=0.9),
-        backward_passes_per_step=3,
-        average_aggregated_gradients=average,
-    )
-    got = train(optimizer, together, *training.mine(together), training.BATCH)
-    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
-    training.assert_bit_identical_on_all_ranks(together)
 
 
 @pytest.mark.parametrize("scaled", [False, True])

@@ -46,9 +46,7 @@ def data(known: bool = True) -> tf.data.Dataset:
 
 def fit(net: keras.Model, progress: keras.callbacks.Callback, known: bool = True, **arguments):
     average = hvd.callbacks.MetricAverageCallback()
-    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-    arguments = {"epochs": 2, "verbose": 0} | arguments
-    return net.fit(data(known), callbacks=[broadcast, average, progress], **arguments).history
+    return training.fit(net, average, progress, data=data(known), **{"epochs": 2, **arguments})
 
 
 def lines(capsys) -> list[tuple[str, ...]]:
@@ -97,10 +95,8 @@ def test_after_a_restart_within_an_epoch_the_rate_is_that_of_the_rest(capsys, di
     for crash in (3, 0):
         progress = hvd.callbacks.ProgressLogger()
         saved = hvd.callbacks.Checkpoint(directory, save_freq=2)
-        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
         with contextlib.suppress(KeyboardInterrupt):
-            more = [broadcast, progress, training.Crash(crash), saved]
-            model().fit(data(), verbose=0, callbacks=more)
+            training.fit(model(), progress, training.Crash(crash), saved, data=data())
     for *_, rate, unit, _ in lines(capsys):
         assert unit == "samples"
         rest = progress._samples_per_step * (STEPS - 2)

@@ -73,8 +73,6 @@ def test_sparse_as_dense_is_alike_on_one_rank() -> None:
         batch = training.BATCH * (1 if all_ranks else SIZE)
         model.fit(*rows, batch_size=batch, epochs=2, shuffle=False, verbose=0)
     training.assert_close(together, alone)
-    for one in sets:
-        hvd.remove_process_set(one)
 
 
 def test_gradient_accumulation_communicates_in_updates_only() -> None:

@@ -32,16 +32,8 @@ class Subclassed(keras.Model):
         return self.second(self.first(x))
 
 
-class OwnStep(Subclassed):
-    """A typical custom train_step; it unpacks two values, not three."""
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
-        gradients = tape.gradient(loss, self.trainable_variables)
-        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
-        return {"loss": loss}
+class OwnStep(training.Stepping, Subclassed):
+    """Its step unpacks two values, not three."""
 
 
 class InFunction(OwnStep):
@@ -105,7 +97,7 @@ class AtBegin(keras.callbacks.Callback):
         self.rates = [float(v) for v in self.model.optimizer.variables if v.name == "learning_rate"]
 
 
-# Random programs (tests/programs) have dictionaries and tuples, other data and restarts.
+# Random programs (tests/programs) compare such models with one process.
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("make", "feed", "options"),
@@ -133,14 +125,6 @@ def test_first_step_begins_with_the_roots_weights(make, feed, options) -> None:
     own(x[:1])
     for mine, theirs in zip(begin.weights, own.get_weights(), strict=True):
         np.testing.assert_array_equal(mine, theirs)  # as on the root, before any step
-
-    with hvd.local_fit():
-        alone = Subclassed() if make is not sequential else make()
-        alone(x[:1])
-        alone.set_weights(begin.weights)
-        alone.compile(optimizer=keras.optimizers.SGD(0.02 * SIZE, momentum=0.9), loss="mse")
-        alone.fit(x, y, batch_size=SIZE * BATCH, epochs=2, shuffle=False, verbose=0)
-    training.assert_close(together, alone)
 
 
 def test_one_callback_serves_several_models_and_fits() -> None:

@@ -1,7 +1,6 @@
 """hvd.data.shard and agree_on_steps, alone and in a real fit."""
 
 import re
-from collections.abc import Iterator
 
 import keras
 import numpy as np
@@ -120,21 +119,15 @@ def test_each_epoch_has_an_order_of_its_own_that_a_rerun_repeats(kind: str) -> N
     tf.random.set_seed(None)  # for the tests that follow
 
 
-@pytest.fixture(scope="module")
-def singles() -> Iterator[list[hvd.ProcessSet]]:
-    """Creates a process set for each rank."""
-    if SIZE == 1:
-        yield [hvd.global_process_set]
-        return
-    sets = [hvd.add_process_set([rank]) for rank in range(SIZE)]
-    yield sets
-    for process_set in sets:
-        hvd.remove_process_set(process_set)
+def singles() -> list[hvd.ProcessSet]:
+    """A process set for each rank."""
+    return [hvd.add_process_set([rank]) for rank in range(SIZE)]
 
 
 @several
-def test_process_set_shares_among_its_ranks_only(singles) -> None:
-    first = singles[0] if SIZE == 2 else hvd.add_process_set(range(SIZE - 1))
+def test_process_set_shares_among_its_ranks_only() -> None:
+    own = singles()
+    first = own[0] if SIZE == 2 else hvd.add_process_set(range(SIZE - 1))
     if RANK == SIZE - 1:
         with pytest.raises(ValueError, match=f"rank {RANK} is not in"):
             data.shard(numbered(9), batch_size=2, process_set=first)
@@ -149,17 +142,16 @@ def test_process_set_shares_among_its_ranks_only(singles) -> None:
         assert sorted(rows) == list(range(length))
         assert data.agree_on_steps(7 - RANK, process_set=first) == 7 - (SIZE - 2)
     with pytest.raises(ValueError, match=r"data\.shard: batch_size=0"):
-        data.shard(numbered(9), batch_size=0, process_set=singles[RANK])
-    if SIZE > 2:
-        hvd.remove_process_set(first)
+        data.shard(numbered(9), batch_size=0, process_set=own[RANK])
 
 
 @several
-def test_data_of_another_process_set_are_refused(singles) -> None:
+def test_data_of_another_process_set_are_refused() -> None:
+    alone = singles()[RANK]
     model, (x, y, _) = distributed_model(), samples(2 * TOGETHER)
     whole, own = (
         data.shard((x, y), batch_size=BATCH, process_set=process_set)
-        for process_set in (hvd.global_process_set, singles[RANK])
+        for process_set in (hvd.global_process_set, alone)
     )
     refused = pytest.raises(ValueError, match="among other ranks")
     average = {"callbacks": [hvd.callbacks.MetricAverageCallback()], "verbose": 0}
@@ -169,12 +161,12 @@ def test_data_of_another_process_set_are_refused(singles) -> None:
     with refused:
         model.evaluate(own, **average)
     model.fit(whole, validation_data=own, verbose=0)  # each has its own metrics
-    alone = training.dense_model()
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), process_set=singles[RANK])
-    alone.compile(optimizer, loss="mse")
+    model = training.dense_model()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), process_set=alone)
+    model.compile(optimizer, loss="mse")
     with refused:
-        alone.fit(whole, verbose=0)
-    alone.fit(own, verbose=0)
+        model.fit(whole, verbose=0)
+    model.fit(own, verbose=0)
 
 
 def test_shuffle_buffer_of_a_dataset_moves_elements_by_less_than_its_size() -> None:

@@ -1,5 +1,7 @@
 """Preprocessing layers that were adapted to data that differs by rank."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -8,7 +10,9 @@ import tensorflow as tf
 import hvd_keras as hvd
 from hvd_keras.runtime import agree
 from hvd_keras.training import preprocessing
-from tests.harness import training
+from tests.harness import shards, training
+
+error_of = functools.partial(shards.error_of, about="preprocessing")
 
 RANK, SIZE = hvd.rank(), hvd.size()
 SAME = ["red", "green", "blue"]
@@ -18,15 +22,6 @@ OTHER = ["red", f"color {RANK}", "blue"]
 
 def share() -> np.ndarray:
     return np.random.default_rng(RANK).normal(RANK, 1 + RANK, (20, 5)).astype("float32")
-
-
-def error_of(call, *arguments) -> str:
-    """Returns the text of the ValueError; checks that it is the same on all ranks."""
-    with pytest.raises(ValueError, match="preprocessing") as caught:
-        call(*arguments)
-    texts = agree.gather_json("error", str(caught.value))
-    assert set(texts) == {texts[0]}
-    return texts[0]
 
 
 def adapted(layer, data):

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import hvd_keras as hvd
+from tests.harness import training
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 SIZE = hvd.size()
@@ -25,10 +26,7 @@ def compiled() -> keras.Model:
 def test_padding_for_training_is_told_in_validation(warned) -> None:
     """And padding for evaluation gives the values of one process."""
     model = compiled()
-    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-    model.fit(
-        hvd.data.shard((X, Y), batch_size=BATCH), callbacks=[broadcast], shuffle=False, verbose=0
-    )
+    training.fit(model, data=hvd.data.shard((X, Y), batch_size=BATCH))
     x, y = X[: BATCH * SIZE + 1], Y[: BATCH * SIZE + 1]  # one row in the last step
     average = hvd.callbacks.MetricAverageCallback()
     expected = model.evaluate(x, y, verbose=0)[0]

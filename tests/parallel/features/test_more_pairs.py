@@ -68,7 +68,6 @@ def test_a_copied_callback_has_the_same_process_set(directory) -> None:
     some = hvd.add_process_set([0])
     assert copy.deepcopy(some) is some
     assert copy.copy(hvd.global_process_set) is hvd.global_process_set
-    hvd.remove_process_set(some)
 
 
 # A MultiOptimizer whose parts are distributed.
@@ -129,8 +128,6 @@ def test_synchronized_batch_normalization_of_one_rank() -> None:
         layer = hvd.SyncBatchNormalization(process_set=some, momentum=0.0)
         layer(np.array([[1.0], [3.0]], "float32"), training=True)
         np.testing.assert_allclose(layer.moving_mean, [2.0])
-    hvd.barrier()
-    hvd.remove_process_set(some)
 
 
 # Batch normalisation that is frozen after compile.
@@ -211,5 +208,3 @@ def test_a_callback_without_a_set_follows_the_one_that_names_it(directory) -> No
         averages = hvd.callbacks.MetricAverageCallback()
         model.fit(*rows_of(RANK), verbose=0, callbacks=[checkpoint, averages])
         assert averages.process_set.ranks == [1]
-    hvd.barrier()
-    hvd.remove_process_set(some)

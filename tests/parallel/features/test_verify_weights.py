@@ -47,14 +47,6 @@ def weight(model: keras.Model, name: str):
     return model.get_layer(name).variables[0]
 
 
-def flip(variable, bit: int) -> None:
-    """Flips a bit of the last element."""
-    value = np.array(variable)
-    words = value.reshape(-1).view(f"uint{8 * value.dtype.itemsize}")
-    words[-1:] ^= words.dtype.type(1 << bit)
-    variable.assign(value)
-
-
 class Flip(keras.callbacks.Callback):
     """After a batch of the second epoch, on the last rank."""
 
@@ -67,7 +59,8 @@ class Flip(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None) -> None:
         if (self.epoch, batch + 1) == (1, self.batch) and RANK == SIZE - 1:
-            flip(weight(self.model, self.name), self.bit)
+            variable = weight(self.model, self.name)
+            training.flip(variable, self.bit - 8 * np.array(variable).itemsize)  # of the last one
 
 
 def train(model: keras.Model, *callbacks) -> None:

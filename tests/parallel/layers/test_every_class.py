@@ -12,6 +12,7 @@ import tensorflow as tf
 import hvd_keras as hvd
 from hvd_keras.runtime import settings
 from hvd_keras.training import step_trials
+from tests.harness import training
 from tests.parallel.layers import cases, compare
 
 KINDS = ["layers", "losses", "metrics"]
@@ -169,13 +170,12 @@ def test_a_model_of_ones_own_under_strict(kind: type[keras.Model], monkeypatch) 
     x = np.random.default_rng(hvd.rank()).normal(size=(8, 3))
     model = kind()
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
-    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
     monkeypatch.setenv("HVD_STRICT", "1")
     settings.read.cache_clear()
     refused = pytest.raises(ValueError, match=rf"{kind.__name__} .*{TOLD.get(kind)}")
     try:
         with refused if kind in TOLD else contextlib.nullcontext():
-            model.fit(x, x[:, :2], batch_size=4, verbose=0, callbacks=[broadcast])
+            training.fit(model, data=(x, x[:, :2]))
             assert getattr(model, "steps", 2) == 2, "trying is no step"
     finally:
         monkeypatch.undo()

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import os
-import pathlib
 import random
 import resource
 import shutil
@@ -19,6 +18,7 @@ import hvd_keras as hvd
 from hvd_keras.runtime import agree
 from hvd_keras.saving import per_rank, storage
 from tests.harness import training
+from tests.harness.inputs import damage
 
 RANK, SIZE = hvd.rank(), hvd.size()
 EPOCHS, STEPS, BATCH = 3, 5, 4
@@ -64,17 +64,9 @@ def build(make_optimizer, run_eagerly: bool = True, **arguments) -> keras.Model:
 
     Eager by default, because a few steps take less time than tracing.
     """
-    layers = keras.layers
-    model = keras.Sequential(
-        [
-            keras.Input((5,)),
-            layers.Dense(8, activation="tanh"),
-            layers.BatchNormalization(),
-            Anneals(),
-            layers.Dropout(0.4, seed=RANK + 1),
-            layers.Dense(1),
-        ]
-    )
+    layers = [keras.layers.Dense(8, activation="tanh"), keras.layers.BatchNormalization()]
+    layers += [Anneals(), keras.layers.Dropout(0.4, seed=RANK + 1), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((5,)), *layers])
     training.set_weights(model, seed=RANK)
     arguments = {"loss": noisy_loss(), "run_eagerly": run_eagerly, **arguments}
     training.compiled(model, make_optimizer(), **arguments)
@@ -135,13 +127,12 @@ def test_one_checkpoint_in_two_fits(directory, numbers, after: int) -> None:
 
     def train_twice(model: keras.Model, saved: Any, *more: Any) -> None:
         source = hvd.data.shard(rows(), batch_size=BATCH)
-        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
         calls = model.layers[2].calls
         for start, epochs in numbers:
             reset = keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: calls.assign(0.0))
-            callbacks = [broadcast, reset, *([saved] if saved else []), *more]
+            callbacks = [reset, *([saved] if saved else []), *more]
             shuffled = source.map(lambda x, y: (x, y))
-            model.fit(shuffled, initial_epoch=start, epochs=epochs, verbose=0, callbacks=callbacks)
+            training.fit(model, *callbacks, data=shuffled, initial_epoch=start, epochs=epochs)
         raise KeyboardInterrupt
 
     undisturbed, again = build(momentum), build(momentum)
@@ -343,14 +334,8 @@ def test_slots_that_a_gpu_has_rounded_are_those_of_rank_0(directory, monkeypatch
         assert all(path.endswith("seed_generator_state") for path in own)
 
 
-def flip(path: pathlib.Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 DAMAGE = {
-    "its content does not match its SHA-256": lambda newest, older: flip(newest),
+    "its content does not match its SHA-256": lambda newest, older: damage(newest),
     "it was written as checkpoint-00001": lambda newest, older: shutil.copyfile(older, newest),
 }
 
@@ -385,7 +370,7 @@ def test_only_damaged_checkpoints_are_an_error(directory) -> None:
     train(build(adam), hvd.callbacks.Checkpoint(directory, keep=3))
     if RANK == 0:
         for path in storage.files(directory):
-            flip(path)
+            damage(path)
     with pytest.raises(RuntimeError, match=r"(?s)all .* damaged: .*00003.*00002.*00001.*restore="):
         train(build(adam), hvd.callbacks.Checkpoint(directory))
     scratch, expected = build(adam), build(adam)

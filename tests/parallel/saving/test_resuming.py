@@ -20,14 +20,8 @@ callbacks = keras.callbacks
 
 
 def built() -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.Input((5,)),
-            keras.layers.Dense(6, activation="tanh"),
-            keras.layers.Dropout(0.3),
-            keras.layers.Dense(1),
-        ]
-    )
+    layers = [keras.layers.Dense(6, activation="tanh"), keras.layers.Dropout(0.3)]
+    return keras.Sequential([keras.Input((5,)), *layers, keras.layers.Dense(1)])
 
 
 def compiled() -> keras.Model:
@@ -83,9 +77,8 @@ def test_a_log_that_begins_anew_has_a_header(directory, append: bool) -> None:
     def fit_until(epochs: int) -> None:
         log = callbacks.CSVLogger(path, append=append)
         data = hvd.data.shard(rows(1, SIZE * STEPS * BATCH), batch_size=BATCH)
-        first = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-        used = [first, log, hvd.callbacks.Checkpoint(directory / "state")]
-        compiled().fit(data, epochs=epochs, verbose=0, callbacks=used)
+        saved = hvd.callbacks.Checkpoint(directory / "state")
+        training.fit(compiled(), log, saved, data=data, epochs=epochs)
 
     fit_until(2)
     if RANK == 0 and append:
@@ -106,11 +99,10 @@ def test_the_logs_of_an_epoch_without_a_batch_left(directory) -> None:
     data = tf.data.Dataset.from_tensor_slices(rows(1 + RANK, STEPS * BATCH)).batch(BATCH)
 
     def logs(folder: str, *more) -> dict[str, list[float]]:
-        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
         saved = hvd.callbacks.Checkpoint(directory / folder, save_freq=STEPS)
-        used = [broadcast, hvd.callbacks.MetricAverageCallback(), *more, saved]
-        how = {"validation_data": rows(9, 8), "epochs": 2, "verbose": 0}
-        return compiled().fit(data.filter(lambda *_: True), callbacks=used, **how).history
+        used = [hvd.callbacks.MetricAverageCallback(), *more, saved]
+        how = {"data": data.filter(lambda *_: True), "validation_data": rows(9, 8), "epochs": 2}
+        return training.fit(compiled(), *used, **how)
 
     with pytest.raises(KeyboardInterrupt):
         logs("broken", InValidation())

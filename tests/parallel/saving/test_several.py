@@ -9,7 +9,8 @@ import tensorflow as tf
 
 import hvd_keras as hvd
 from hvd_keras.gradients import missing_calls
-from tests.harness.training import Crash, OwnStep, compiled
+from tests.harness.training import Crash, OwnStep, compiled, fit
+from tests.parallel import test_metrics
 
 pytestmark = pytest.mark.ranks(2, 3)
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -105,18 +106,10 @@ def outer() -> keras.Model:
 
 
 def stateful() -> keras.Model:
-    layers = keras.layers
-    model = keras.Sequential(
-        [
-            keras.Input((5, 1), batch_size=BATCH),
-            layers.SimpleRNN(
-                3, stateful=True, kernel_initializer="ones", recurrent_initializer="ones"
-            ),
-            layers.Dense(1, kernel_initializer="ones"),
-        ]
-    )
-    compiled(model, run_eagerly=True)
-    return model
+    ones = {"kernel_initializer": "ones"}
+    rnn = keras.layers.SimpleRNN(3, stateful=True, recurrent_initializer="ones", **ones)
+    layers = [keras.Input((5, 1), batch_size=BATCH), rnn, keras.layers.Dense(1, **ones)]
+    return compiled(keras.Sequential(layers), run_eagerly=True)
 
 
 def result(model) -> np.ndarray:
@@ -131,10 +124,8 @@ def test_optimizers_within_and_recurrent_states(make, directory) -> None:
     def run(folder: str, *more) -> keras.Model:
         model = make()
         saved = hvd.callbacks.Checkpoint(directory / folder, save_freq=2)
-        callbacks = [BROADCAST(0), saved, *more]
-        options = {"batch_size": BATCH, "epochs": 2, "shuffle": False, "verbose": 0}
         with contextlib.suppress(KeyboardInterrupt):
-            model.fit(x, y, callbacks=callbacks, **options)
+            fit(model, saved, *more, data=(x, y), batch_size=BATCH, epochs=2)
         return model
 
     undisturbed = run("all")
@@ -205,7 +196,6 @@ def test_rates_of_two_optimizers_on_fewer_ranks(directory) -> None:
         rates = [float(one.learning_rate) for one in (model.optimizer, model.second)]
         # Halved in the first fit and in the second.
         np.testing.assert_allclose(rates, [0.01 / 4, 0.02 / 4], rtol=1e-6)
-    hvd.remove_process_set(fewer)
 
 
 def test_a_schedule_goes_on_by_rows_on_fewer_ranks(directory, capfd) -> None:
@@ -239,7 +229,6 @@ def test_a_schedule_goes_on_by_rows_on_fewer_ranks(directory, capfd) -> None:
         # An odd number of steps was done: one of two gradients is summed up already.
         assert len(left) == SIZE * (2 * STEPS - 1)
         assert left == [number + (SIZE + 1) % 2 for number in undisturbed[-len(left) :]]
-    hvd.remove_process_set(fewer)
 
 
 def test_fits_of_two_models_of_trained_layers_and_of_two_data_in_turn(directory) -> None:
@@ -255,8 +244,7 @@ def test_fits_of_two_models_of_trained_layers_and_of_two_data_in_turn(directory)
                 model.layers[0].trainable = number > 0
                 if number < 2:
                     compiled(model, SGD(0.01, momentum=0.9), run_eagerly=True)
-                callbacks = [BROADCAST(0), saved, *more]
-                model.fit(data[number % 2], verbose=0, callbacks=callbacks)
+                fit(model, saved, *more, data=data[number % 2])
         return model
 
     undisturbed = run("all")
@@ -371,22 +359,13 @@ def test_a_tape_has_the_set_of_a_checkpoint_wherever_that_stands(directory) -> N
             differ = pytest.raises(ValueError, match=f"process sets: {of}, {other}")
             with differ if callbacks is saved else contextlib.nullcontext():
                 model.fit(*mine(), batch_size=BATCH, verbose=0, callbacks=callbacks)
-    for one in sets:
-        hvd.remove_process_set(one)
 
 
-class Highest(keras.metrics.Metric):
-    """Its state is no sum."""
-
-    def __init__(self) -> None:
-        super().__init__(name="highest")
-        self.highest = self.add_variable((), "zeros")
+class Highest(test_metrics.Highest):
+    """Of the labels; its state is no sum."""
 
     def update_state(self, y_true, y_pred, sample_weight=None):
-        self.highest.assign(keras.ops.maximum(self.highest, keras.ops.max(y_true)))
-
-    def result(self):
-        return self.highest
+        super().update_state(y_pred, y_true)
 
 
 @pytest.mark.parametrize("metric", ["mae", Highest])
@@ -414,7 +393,6 @@ def test_metrics_of_an_interrupted_epoch_on_fewer_ranks(metric, directory) -> No
         # Saved after one step: a crash in the second one.
         rest = y[SIZE * BATCH :]
         assert logs["mae" if is_sum else "highest"] == [y.mean() if is_sum else rest.max()]
-    hvd.remove_process_set(fewer)
 
 
 def test_an_attribute_that_differs_by_rank_does_not_go_on_on_fewer_ranks(directory) -> None:
@@ -431,4 +409,3 @@ def test_an_attribute_that_differs_by_rank_does_not_go_on_on_fewer_ranks(directo
     if RANK == 0:
         with pytest.raises(ValueError, match=rf"seen\[0\]\[0\] differs between the {SIZE} ranks"):
             run(fewer, 2)
-    hvd.remove_process_set(fewer)

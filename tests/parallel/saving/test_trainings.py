@@ -11,6 +11,7 @@ import pytest
 import hvd_keras as hvd
 from hvd_keras.runtime import agree
 from hvd_keras.saving import storage
+from tests.harness.inputs import damage
 from tests.harness.training import Crash
 
 pytestmark = pytest.mark.ranks(1, 2)
@@ -55,12 +56,6 @@ def number_in(path) -> float | None:
         return float(file["variables"]["000000"][()].ravel()[0])
 
 
-def flip(path, place: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[place % len(content)] ^= 1
-    path.write_bytes(content)
-
-
 @pytest.mark.cases(4)
 @pytest.mark.parametrize("seed", range(24))
 def test_what_was_abandoned_never_comes_back(directory, monkeypatch, seed: int) -> None:
@@ -79,7 +74,7 @@ def test_what_was_abandoned_never_comes_back(directory, monkeypatch, seed: int) 
             if act != "damage":
                 files = [path for path in [folder / "training"] if path.exists()]
             if RANK == 0 and files:
-                flip(files[int(which * len(files))], place)
+                damage(files[int(which * len(files))], place)
             agree.gather_json("damaged", None)
             continue
         number += act == "anew"
