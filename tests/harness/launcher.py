@@ -52,11 +52,12 @@ class Launcher:
         self.environment["PATH"] = os.pathsep.join(folders)
         self.watchdogs: list[threading.Timer] = []
         self.options = ["--no-init"]  # most scripts need no hvd_keras
+        self.head = PRELUDE  # of each script
         self.forks = False  # whether ranks that import Keras are forks of what has
 
     def script(self, text: str, name: str = "script.py") -> str:
         path = self.folder / name
-        path.write_text(PRELUDE + textwrap.dedent(text))
+        path.write_text(self.head + textwrap.dedent(text))
         return str(path)
 
     def program(self, name: str, text: str) -> str:
@@ -77,13 +78,17 @@ class Launcher:
         forks = self.forks and needs and "--max-restarts" not in arguments
         return given | {"HVD_KEEP_IMPORTS": KEEP} if forks else given
 
-    def run(self, *arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *arguments: str, status: int | None = None, **options
+    ) -> subprocess.CompletedProcess[str]:
+        """Run hvdrun until it ends; if a status is given, it must end with that."""
         env = self._environment(arguments, options.pop("env", self.environment))
         usual = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         usual |= {"timeout": LIMIT} | ({} if "input" in options else {"stdin": subprocess.DEVNULL})
-        return subprocess.run(
-            self.command(*arguments), cwd=self.folder, env=env, **(usual | options)
-        )
+        command = self.command(*arguments)
+        done = subprocess.run(command, cwd=self.folder, env=env, **(usual | options))
+        assert status in (None, done.returncode), f"{done.stdout}{done.stderr}"
+        return done
 
     def python(self, size: int, text: str, *arguments: str, **options):
         """Run `size` ranks of a Python script."""

@@ -85,23 +85,26 @@ def mpirun(
     timeout: float = LIMIT,
     env: dict[str, str] | None = None,
     inside: tuple[str, ...] = (),
+    status: int | None = None,
 ) -> Job:
     """Run a command on ``size`` ranks, as ``start`` does, until it ends.
 
-    A job that takes longer than ``timeout`` seconds is killed with all its processes, and fails the
-    test with a message that shows what the ranks have printed.
+    A job that takes longer than ``timeout`` seconds is killed with all its processes. Then, or if
+    it ends with another ``status`` than is given, the test fails with what the ranks have printed.
     """
     with tempfile.TemporaryDirectory() as folder:
         output = pathlib.Path(folder) / "output"
         process = start(size, *command, output=output, env=env, inside=inside)
         try:
-            status = finish(process, timeout)
+            ended_with = finish(process, timeout)
         except AssertionError as error:
             raise AssertionError(f"{error}:\n{output.read_text(errors='replace')}") from None
         except BaseException:
             end(process)
             raise
-        return Job(status, output.read_text(errors="replace"))
+        job = Job(ended_with, output.read_text(errors="replace"))
+        assert status in (None, job.status), job.output
+        return job
 
 
 def run_script(
@@ -111,13 +114,30 @@ def run_script(
     timeout: float = LIMIT,
     *,
     forks: bool = True,
+    status: int | None = None,
     **env: str,
 ) -> Job:
     """Runs the text of a Python script on ``size`` ranks; without ``forks``, in new Pythons."""
     path = directory / "script.py"
     path.write_text(textwrap.dedent(script))
     python = [sys.executable, "-I", "-S", __file__] if forks else [sys.executable, "-u"]
-    return mpirun(size, *python, str(path), timeout=timeout, env=env)
+    return mpirun(size, *python, str(path), timeout=timeout, env=env, status=status)
+
+
+def python(
+    *arguments: object, cwd: str | pathlib.Path | None = None, status: int | None = None, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs this Python outside of a job, with more variables in its environment."""
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=2 * LIMIT,
+    )
+    assert status in (None, done.returncode), done.stdout + done.stderr
+    return done
 
 
 def fork() -> None:

@@ -253,26 +253,20 @@ def test_the_limit_of_open_files_is_raised_for_hvdrun_alone(hvdrun):
 # How a job ends
 
 
-TRAIN = "import sys; sys.exit(0)"
+TRAIN = ["python", "-c", "import sys; sys.exit(0)"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (
-            ["-np", "0", "python", "-c", TRAIN],
-            "-np got '0'; expected a positive integer, or auto",
-        ),
-        (["-np", "-1", "python", "-c", TRAIN], "-np got '-1'; expected a positive"),
-        (
-            ["-np", "x", "python", "-c", TRAIN],
-            "-np got 'x'; expected a positive integer",
-        ),
-        (["-np", "1.5", "python", "-c", TRAIN], "-np got '1.5'; expected a positive"),
+        (["-np", "0", *TRAIN], "-np got '0'; expected a positive integer, or auto"),
+        (["-np", "-1", *TRAIN], "-np got '-1'; expected a positive"),
+        (["-np", "x", *TRAIN], "-np got 'x'; expected a positive integer"),
+        (["-np", "1.5", *TRAIN], "-np got '1.5'; expected a positive"),
         (["-np"], "-np/-n/--num-proc: expected one argument; expected: hvdrun -np N"),
-        (["python", "-c", TRAIN], "-np is missing; expected the number of ranks"),
+        (TRAIN, "-np is missing; expected the number of ranks"),
         ([], "-np is missing; expected the number of ranks"),
-        (["-np", "100000", "python", "-c", TRAIN], "-np got 100000, but this process may use"),
+        (["-np", "100000", *TRAIN], "-np got 100000, but this process may use"),
         (["script.py", "-np", "2"], "-np is missing before the program: what follows it are its o"),
         (
             ["-np", "1", "a.ipynb"],
@@ -290,20 +284,19 @@ TRAIN = "import sys; sys.exit(0)"
         (["-np", "1", "wrong.py"], "cannot run 'wrong.py': invalid syntax (wrong.py, line 1)"),
         (["-np", "1", "-m"], "the command is missing; expected a program"),
         (["--np", "1", "absent.py"], "unrecognized arguments: --np (did you mean -np?); expected"),
-        (["-np", "1", "--frob", "python", "-c", TRAIN], "--frob; expected: hvdrun -np N"),
-        (["-np", "1", "--mpirun", "absent", "python", "-c", TRAIN], "--mpirun got 'absent'"),
+        (["-np", "1", "--frob", *TRAIN], "--frob; expected: hvdrun -np N"),
+        (["-np", "1", "--mpirun", "absent", *TRAIN], "--mpirun got 'absent'"),
         (
-            ["-np", "1", "--mpirun", "false", "python", "-c", TRAIN],
+            ["-np", "1", "--mpirun", "false", *TRAIN],
             "; expected Open MPI's, MPICH's or Intel MPI's mpirun",
         ),
-        (["-np", "1", "--mpi-args", "'a", "python", "-c", TRAIN], '--mpi-args got "\'a": No clos'),
+        (["-np", "1", "--mpi-args", "'a", *TRAIN], '--mpi-args got "\'a": No clos'),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(hvdrun, arguments, words):
     (hvdrun.folder / "text").write_text("echo hello")
     (hvdrun.folder / "wrong.py").write_text("def f(:")
-    done = hvdrun.run(*arguments)
-    assert done.returncode == 2
+    done = hvdrun.run(*arguments, status=2)
     assert done.stdout == ""
     assert done.stderr.startswith("hvdrun: ")
     assert words in done.stderr
@@ -363,9 +356,8 @@ def test_code_on_the_command_line_is_no_script(hvdrun, program):
 
 def test_more_ranks_than_cores_need_oversubscribe(hvdrun):
     size = usable_cores() + 1
-    job = ("-np", str(size), "python", "-c", TRAIN)
-    refused = hvdrun.run(*job)
-    assert refused.returncode == 2
+    job = ("-np", str(size), *TRAIN)
+    refused = hvdrun.run(*job, status=2)
     assert f"-np got {size}, " in refused.stderr
     assert "--oversubscribe" in refused.stderr
     assert hvdrun.run("--oversubscribe", *job).returncode == 0
@@ -429,14 +421,12 @@ def test_a_script_on_standard_input_may_have_arguments(hvdrun):
     command = ["-np", "1", sys.executable, "-", "data.csv"]
     done = hvdrun.run(*command, input="import sys; print(sys.argv)")
     assert (done.returncode, done.stdout) == (0, "[0] ['-', 'data.csv']\n"), done.stderr
-    done = hvdrun.run("--auto", *command, input="")
-    assert done.returncode == 2
+    done = hvdrun.run("--auto", *command, input="", status=2)
     assert "expected a Python script or -m module" in done.stderr
 
 
 def test_check(hvdrun):
-    done = hvdrun.run("--check", "-np", "2", "--oversubscribe")
-    assert done.returncode == 0, done.stderr
+    done = hvdrun.run("--check", "-np", "2", "--oversubscribe", status=0)
     assert re.search(r"TensorFlow: +\d\S*, built for \d", done.stdout)
     assert re.search(r"MPI library: +/", done.stdout)
     assert re.search(r"Self-test: +\d+ collectives of 6 kinds on 2 ranks, all correct", done.stdout)

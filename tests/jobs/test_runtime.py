@@ -1,9 +1,7 @@
 """Joining and leaving a job, and failures of ranks, under plain mpirun; hvdrun: test_faults.py."""
 
-import os
 import pathlib
 import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -20,14 +18,7 @@ import hvd_keras as hvd
 def alone(directory: pathlib.Path, script: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Runs a script without a launcher."""
     (directory / "script.py").write_text(textwrap.dedent(script))
-    return subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=directory,
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    return ranks.python("script.py", cwd=directory, **env)
 
 
 def test_before_init_everything_says_so_and_one_process_is_a_world(tmp_path: pathlib.Path) -> None:
@@ -93,8 +84,7 @@ def test_mpi4py_works_beside(tmp_path: pathlib.Path, first: str) -> None:
         assert hvd.allreduce([hvd.rank() + 1], op=hvd.Sum).numpy() == [3]
         print("all is well")
     """)
-    job = ranks.run_script(tmp_path, 2, script)
-    assert job.status == 0, job.output
+    job = ranks.run_script(tmp_path, 2, script, status=0)
     assert job.output.count("all is well") == 2
 
 
@@ -125,8 +115,7 @@ def test_a_callbacks_error_that_a_library_printed_in_its_own_thread_ends_nothing
         time.sleep(1)
         hvd.barrier()
     """)
-    job = ranks.run_script(tmp_path, 2, script)
-    assert job.status == 0, job.output
+    ranks.run_script(tmp_path, 2, script, status=0)
 
 
 def test_waiting_costs_no_core_and_is_reported(tmp_path: pathlib.Path) -> None:

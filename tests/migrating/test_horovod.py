@@ -123,8 +123,7 @@ try:
 except TypeError as error:
     print(error)
 """)
-    job = ranks.mpirun(1, sys.executable, str(script))
-    assert job.status == 0, job.output
+    job = ranks.mpirun(1, sys.executable, str(script), status=0)
     assert "[3, 13]" in job.output, job.output
     assert "hvdrun has nothing for slots=3" in job.output
 
@@ -182,8 +181,7 @@ def test_a_script_for_tf_keras(hvdrun) -> None:
     losses = []
     for start in (0, 3):
         command = ("--horovod", "-np", "2", "--oversubscribe", sys.executable, "train.py")
-        done = hvdrun.run(*command)
-        assert done.returncode == 0, done.stderr
+        done = hvdrun.run(*command, status=0)
         lines = [line for line in done.stdout.splitlines() if "equal" in line]
         said, loss = zip(*(line.split(" loss ") for line in lines), strict=True)
         assert sorted(said) == [f"[{rank}] from {start} equal True" for rank in range(2)]
@@ -209,8 +207,7 @@ for _ in range(3):
 def test_a_loop_without_an_exchange_warns_at_its_end(hvdrun) -> None:
     (hvdrun.folder / "train.py").write_text(ALONE)
     command = ("--horovod", "-np", "2", "--oversubscribe", sys.executable, "train.py")
-    done = hvdrun.run(*command)
-    assert done.returncode == 0, done.stderr
+    done = hvdrun.run(*command, status=0)
     assert done.stderr.count("SGD applies gradients of this rank alone") == 1, done.stderr
 
 

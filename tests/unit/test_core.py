@@ -30,7 +30,7 @@ def program(name: str) -> str:
     return path
 
 
-def run(*command: str, timeout: float, **env: str) -> str:
+def run(*command: str, timeout: float = 900, **env: str) -> str:
     result = subprocess.run(
         command,
         env=os.environ | env,
@@ -44,10 +44,17 @@ def run(*command: str, timeout: float, **env: str) -> str:
     return result.stdout
 
 
+def passes(says: str, size: int, *command: object, env: dict[str, str] | None = None) -> str:
+    """Run a program, which says this on each rank when all is well; return the output."""
+    job = ranks.mpirun(size, *map(str, command), env=env, status=0)
+    assert job.output.count(says) == size, job.output
+    return job.output
+
+
 def build(target: str) -> pathlib.Path:
     """Builds test programs and returns their folder."""
-    run(program("cmake"), "-DHVD_BUILD_TESTS=ON", str(BUILD), timeout=900)
-    run(program("ninja"), "-C", str(BUILD), "-j", str(os.cpu_count()), target, timeout=900)
+    run(program("cmake"), "-DHVD_BUILD_TESTS=ON", str(BUILD))
+    run(program("ninja"), "-C", str(BUILD), "-j", str(os.cpu_count()), target)
     return BUILD / "tests"
 
 
@@ -64,23 +71,13 @@ def fake_cuda(binaries: pathlib.Path) -> dict[str, str]:
     return {"HVD_CUDART_LIBRARY": library, "HVD_NCCL_LIBRARY": library}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "agreement_test",
-        "collectives_test",
-        "ends_test",
-        "host_counters_test",
-        "loops_test",
-        "recorder_test",
-        "reduce_test",
-        "host_threads_test",
-        "threads_test",
-    ],
-)
+ALONE = ["agreement_test", "collectives_test", "ends_test", "host_counters_test", "loops_test"]
+ALONE += ["recorder_test", "reduce_test", "host_threads_test", "threads_test"]
+
+
+@pytest.mark.parametrize("name", ALONE)
 def test_alone(binaries: pathlib.Path, name: str) -> None:
-    output = run(str(binaries / name), timeout=900)
-    assert "ok  " in output
+    assert "ok  " in run(str(binaries / name))
 
 
 def test_ranks_of_different_builds(binaries: pathlib.Path) -> None:
@@ -95,41 +92,30 @@ def test_loops_for_newer_cpus_are_called_by_nobody_else(binaries: pathlib.Path) 
     objects = sorted(BUILD.rglob("core/math/loops_*.o"))
     assert len(objects) == 2
     for path in objects:
-        symbols = run("nm", "--defined-only", "--extern-only", str(path), timeout=900).splitlines()
+        symbols = run("nm", "--defined-only", "--extern-only", str(path)).splitlines()
         assert all(re.search(r"(baseline|avx2)_loops", symbol) for symbol in symbols), symbols
 
 
 @pytest.mark.cases(4)
-@pytest.mark.parametrize(
-    ("size", "transport"),
-    [*TRANSPORTS, (4, "grid")],
-)
+@pytest.mark.parametrize(("size", "transport"), [*TRANSPORTS, (4, "grid")])
 def test_engine(binaries: pathlib.Path, size: int, transport: str) -> None:
-    job = ranks.mpirun(size, str(binaries / "engine_test"), transport, timeout=900)
-    assert job.status == 0, job.output
-    assert job.output.count("two engines do not interfere") == size, job.output
+    passes("two engines do not interfere", size, binaries / "engine_test", transport)
 
 
 def test_algorithms_between_hosts(binaries: pathlib.Path) -> None:
     """Each rank is a host; up to 7 form even and uneven grids."""
-    job = ranks.mpirun(7, str(binaries / "inter_host_test"), timeout=900)
-    assert job.status == 0, job.output
-    assert job.output.count("ok     many hosts form a grid") == 7, job.output
+    passes("ok     many hosts form a grid", 7, binaries / "inter_host_test")
 
 
 @pytest.mark.parametrize(("size", "transport"), [(1, "mpi"), (2, "mpi"), (2, "host")])
 def test_edges(binaries: pathlib.Path, size: int, transport: str) -> None:
-    job = ranks.mpirun(size, str(binaries / "edges_test"), transport, timeout=900)
-    assert job.status == 0, job.output
-    assert job.output.count("after an abort no set calls mpi") == size, job.output
+    passes("after an abort no set calls mpi", size, binaries / "edges_test", transport)
 
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize(("size", "transport"), TRANSPORTS)
 def test_exchange(binaries: pathlib.Path, size: int, transport: str) -> None:
-    job = ranks.mpirun(size, str(binaries / "exchange_test"), transport, timeout=900)
-    assert job.status == 0, job.output
-    assert job.output.count("beyond two gibibytes") == size, job.output
+    passes("beyond two gibibytes", size, binaries / "exchange_test", transport)
 
 
 @pytest.mark.cases(1)
@@ -141,20 +127,16 @@ def test_exchange(binaries: pathlib.Path, size: int, transport: str) -> None:
     ],
 )
 def test_leave(binaries: pathlib.Path, size: int, transport: str) -> None:
-    job = ranks.mpirun(size, str(binaries / "leave_test"), transport, timeout=900)
-    assert job.status == 0, job.output
-    assert job.output.count("the deadline names who is missing") == size, job.output
+    output = passes("the deadline names who is missing", size, binaries / "leave_test", transport)
     # The last rank of "waiting burns no core" is late; the others warn, again and again.
     for rank in range(size - 1):
-        assert f"rank {rank} waits for allreduce 'late'" in job.output, job.output
-    assert size - 1 <= job.output.count("no progress for") <= 5 * (size - 1), job.output
+        assert f"rank {rank} waits for allreduce 'late'" in output, output
+    assert size - 1 <= output.count("no progress for") <= 5 * (size - 1), output
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_shared_memory(binaries: pathlib.Path, size: int) -> None:
-    job = ranks.mpirun(size, str(binaries / "shared_memory_test"), timeout=900)
-    assert job.status == 0, job.output
-    assert job.output.count("little is committed") == size, job.output
+    passes("little is committed", size, binaries / "shared_memory_test")
 
 
 @pytest.mark.cases(1)
@@ -168,7 +150,6 @@ def test_a_full_dev_shm(
     job = ranks.mpirun(
         size,
         *(str(binaries / "engine_test"), transport),
-        timeout=900,
         env={"OMPI_MCA_btl_sm_backing_directory": str(tmp_path)},
         inside=("unshare", "--mount", "sh", "-c", script, "sh"),
     )
@@ -177,7 +158,7 @@ def test_a_full_dev_shm(
 
 
 def test_fake_cuda(binaries: pathlib.Path, fake_cuda: dict[str, str]) -> None:
-    assert "what is left" in run(str(binaries / "fake_cuda_test"), timeout=900, **fake_cuda)
+    assert "what is left" in run(str(binaries / "fake_cuda_test"), **fake_cuda)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +166,7 @@ def test_fake_cuda(binaries: pathlib.Path, fake_cuda: dict[str, str]) -> None:
 )
 def test_process_sets_of_gpus(binaries: pathlib.Path, fake_cuda: dict[str, str], seed: str) -> None:
     env = {**fake_cuda, "HVD_FAKE_CUDA_SEED": seed}
-    assert "ok  " in run(str(binaries / "gpu_sets_test"), timeout=900, **env)
+    assert "ok  " in run(str(binaries / "gpu_sets_test"), **env)
 
 
 @pytest.mark.parametrize("which", [[], pytest.param(["all"], marks=pytest.mark.slow)])
@@ -201,8 +182,7 @@ def test_faults_of_gpus(
 def test_collectives_through_nccl(
     binaries: pathlib.Path, fake_cuda: dict[str, str], name: str, size: int
 ) -> None:
-    job = ranks.mpirun(size, str(binaries / name), "gpu", timeout=900, env=fake_cuda)
-    assert job.status == 0, job.output
+    job = ranks.mpirun(size, str(binaries / name), "gpu", env=fake_cuda, status=0)
     assert "FAILED" not in job.output
 
 
@@ -210,8 +190,7 @@ def test_collectives_through_rccl(binaries: pathlib.Path) -> None:
     """HIP and RCCL are the fake under AMD's names."""
     library = str(binaries / "libhvd_fake_hip.so")
     env = {"HVD_CUDART_LIBRARY": library, "HVD_NCCL_LIBRARY": library}
-    job = ranks.mpirun(2, str(binaries / "exchange_test"), "gpu", timeout=900, env=env)
-    assert job.status == 0, job.output
+    job = ranks.mpirun(2, str(binaries / "exchange_test"), "gpu", env=env, status=0)
     assert "FAILED" not in job.output
 
 
@@ -228,39 +207,33 @@ def test_collectives_through_rccl(binaries: pathlib.Path) -> None:
 def test_gpu(
     binaries: pathlib.Path, fake_cuda: dict[str, str], size: int, which: str, name: str
 ) -> None:
-    command = [str(binaries / "gpu_test"), "gpu", which]
-    job = ranks.mpirun(size, *command, timeout=900, env=fake_cuda)
-    assert job.status == 0, job.output
-    assert job.output.count(name) == size, job.output
-    if which == "without":
-        assert job.output.count("since rank 0 has no NCCL") == 1, job.output
+    output = passes(name, size, binaries / "gpu_test", "gpu", which, env=fake_cuda)
+    assert output.count("since rank 0 has no NCCL") == (which == "without"), output
+
+
+def with_places(environment: dict[str, str]) -> dict[str, str]:
+    return {**environment, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ['PYTHONPATH']}"}
 
 
 @pytest.mark.slow
 def test_xla_on_gpus(fake_cuda: dict[str, str]) -> None:
     library = build("hvd_xla_gpu") / "libhvd_xla_gpu.so"
-    command = [sys.executable, "-u", "-m", "tests.gpu.xla", str(library)]
-    places = os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])
-    job = ranks.mpirun(2, *command, timeout=900, env={**fake_cuda, "PYTHONPATH": places})
-    assert job.status == 0, job.output
-    assert job.output.count("ok  two_programs_at_once") == 2, job.output
+    command = [sys.executable, "-u", "-m", "tests.gpu.xla", library]
+    passes("ok  two_programs_at_once", 2, *command, env=with_places(fake_cuda))
 
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("size", [3, 2])
 def test_the_c_api_on_gpus(fake_cuda: dict[str, str], size: int) -> None:
     command = [sys.executable, "-u", "-m", "tests.gpu.c_api"]
-    places = os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])
-    job = ranks.mpirun(size, *command, timeout=900, env={**fake_cuda, "PYTHONPATH": places})
-    assert job.status == 0, job.output
-    assert job.output.count("all is well") == size, job.output
+    passes("all is well", size, *command, env=with_places(fake_cuda))
 
 
 def test_a_rank_that_dies_in_a_collective_of_gpus_ends_all(
     binaries: pathlib.Path, fake_cuda: dict[str, str]
 ) -> None:
     command = [str(binaries / "gpu_test"), "gpu", "dies"]
-    job = ranks.mpirun(2, *command, timeout=900, env=fake_cuda)
+    job = ranks.mpirun(2, *command, env=fake_cuda)
     assert job.status != 0, job.output
     assert "went on" not in job.output
 
@@ -269,7 +242,7 @@ def test_a_script_whose_gpu_is_stuck_ends(
     binaries: pathlib.Path, fake_cuda: dict[str, str]
 ) -> None:
     command = [str(binaries / "gpu_test"), "gpu", "stuck"]
-    job = ranks.mpirun(2, *command, timeout=900, env={**fake_cuda, "HVD_TIMEOUT_SECONDS": "1"})
+    job = ranks.mpirun(2, *command, env={**fake_cuda, "HVD_TIMEOUT_SECONDS": "1"})
     assert job.status == settings.WAITED_IN_VAIN, job.output
     assert "the GPU waits for work that cannot finish" in job.output
     assert "allreduce 'stuck' on the GPU of rank" in job.output

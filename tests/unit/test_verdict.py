@@ -13,6 +13,15 @@ def gone(rank: int, time: float, status: int | None = None) -> Report:
     return Report(rank, status, time, gone=True, host="server")
 
 
+def noted(report: Report, *marks: str) -> Report:
+    """A rank that has told this, but of which the time is that of its end."""
+    time = report.time
+    for mark in marks:
+        report.note(mark)
+    report.time = time
+    return report
+
+
 def test_a_report_counts_more_than_an_end_without_one_just_before() -> None:
     reports = [gone(0, 10.0), gone(1, 10.0 + TIE / 2, -signal.SIGSEGV)]
     assert judge(reports, 1).lines[0] == "rank 1 on server failed first: killed by SIGSEGV"
@@ -64,10 +73,7 @@ def test_a_script_may_use_the_statuses_of_ranks_that_follow_others(status: int) 
     reports = [Report(0, None, 9.0), Report(1, status, 10.0)]
 
     def culprit(*marks: str) -> int | None:
-        reports[1].marks, reports[1].phase = set(), ""
-        for mark in marks:
-            reports[1].note(mark)
-        reports[1].time = 10.0
+        reports[1] = noted(Report(1, status, 10.0), *marks)
         return judge(reports, status).culprit
 
     assert culprit("asked-for") == 1
@@ -82,9 +88,8 @@ def test_a_script_may_use_the_statuses_of_ranks_that_follow_others(status: int) 
 
 
 def test_a_killed_mpirun_is_named_and_not_who_lost_a_connection_by_that() -> None:
-    lost, other = gone(0, 10.0, MPI_LOST), Report(1, -signal.SIGTERM, 10.1, True, host="server")
-    for mark in ("arrived", "joined"):
-        lost.note(mark)
+    lost = noted(gone(0, 10.0, MPI_LOST), "arrived", "joined")
+    other = Report(1, -signal.SIGTERM, 10.1, True, host="server")
     lines = [
         judge([lost, other], -signal.SIGKILL, was_killed=was_killed).lines[0]
         for was_killed in (True, False)
@@ -97,35 +102,23 @@ def test_a_killed_mpirun_is_named_and_not_who_lost_a_connection_by_that() -> Non
 
 
 def test_a_rank_that_hangs_inside_mpi_is_named_by_the_waiting_ranks() -> None:
-    def report(rank: int, status: int | None, *marks: str, **more) -> Report:
-        made = Report(rank, status, host="server", **more)
-        for mark in marks:
-            made.note(mark)
-        return made
+    def reports(of_others: list[str], of_1: list[str]) -> list[Report]:
+        waiting = [noted(Report(rank, 75, 10.0, host="server"), *of_others) for rank in (0, 2)]
+        return [waiting[0], noted(gone(1, 20.0), *of_1), waiting[1]]
 
-    waited = (75, "arrived")
-    reports = [report(0, *waited), report(1, None, "arrived", gone=True), report(2, *waited)]
-    for one in reports:
-        one.time = 10.0
     told = "ranks 0, 2 timed out waiting for another rank; rank 1 on server has not "
-    reports[1].time = 20.0
-    assert judge(reports, 75).lines[0] == told + "returned from hvd.init()"
-    reports[1] = report(1, None, gone=True)
-    reports[1].time = 20.0
-    assert judge(reports, 75).lines[0] == told + "called hvd.init()"
-    for rank, status in ((0, 75), (1, None), (2, 75)):
-        reports[rank] = report(rank, status, "arrived", "joined", "leaving", gone=status is None)
-        reports[rank].time = 20.0 if rank == 1 else 10.0
-    assert judge(reports, 75).lines[0] == told + "returned from MPI_Finalize"
+    all_marks = ["arrived", "joined", "leaving"]
+    for of_others, of_1, where in (
+        (["arrived"], ["arrived"], "returned from hvd.init()"),
+        (["arrived"], [], "called hvd.init()"),
+        (all_marks, all_marks, "returned from MPI_Finalize"),
+    ):
+        assert judge(reports(of_others, of_1), 75).lines[0] == told + where
 
 
 def test_a_job_that_cannot_succeed_ends_when_its_reason_is_known() -> None:
-    def report(status: int | None, *marks: str, time: float = 10.0, stopped: bool = False):
-        made = Report(0, status, time, stopped)
-        for mark in marks:
-            made.note(mark)
-        made.time = time
-        return made
+    def report(status: int | None, *marks: str, stopped: bool = False) -> Report:
+        return noted(Report(0, status, 10.0, stopped), *marks)
 
     running = report(None, "arrived", "joined")
     assert not time_to_end([running, report(0)], 1000.0)  # no MPI: it may be done
