@@ -290,7 +290,7 @@ def _refuse_lost_environment() -> None:
             "begin with OMPI_, PMI, SLURM_ or HVD. If this process is to train alone, call "
             "hvd.init(comm=[0])."
         )
-    launcher, name, count = settings.launched_by_others()
+    launcher, name, count = settings.launched(launchers=settings.OTHERS)
     # srun may start one such launcher.
     if count > 1 and settings.launched()[0] in ("", "srun") and not settings.is_launched():
         raise RuntimeError(

@@ -14,7 +14,7 @@ import pathlib
 import re
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hvd_keras.runtime.linux import in_folder
@@ -186,30 +186,23 @@ _LAUNCHERS = (
     ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
 )
 
-
-# Those whose processes MPI does not join.
-_OTHERS = (
+#: Those whose processes MPI does not join.
+OTHERS = (
     ("torchrun, accelerate or another launcher", "WORLD_SIZE", "RANK"),
     ("Horovod's launcher", "HOROVOD_SIZE", "HOROVOD_RANK"),
 )
 
 
-def launched_by_others() -> tuple[str, str, int]:
-    """The same as ``launched``, of launchers whose processes cannot find each other by MPI."""
-    for launcher, size, rank in _OTHERS:
-        if (text := os.environ.get(size, "")).isdecimal() and rank in os.environ:
-            return launcher, size, int(text)
-    return "", "", 1
-
-
-def launched(environment: Mapping[str, str] = os.environ) -> tuple[str, str, int]:
+def launched(
+    environment: Mapping[str, str] = os.environ, launchers: Sequence[Sequence[str]] = _LAUNCHERS
+) -> tuple[str, str, int]:
     """The launcher that has started this process, and the variable that says how many it started.
 
     Returns:
         The launcher in words, the variable's name and its value; without one, "", "" and 1.
     """
-    for launcher, name, _ in _LAUNCHERS:
-        if (text := environment.get(name, "")).isdecimal():
+    for launcher, name, rank in launchers:
+        if (text := environment.get(name, "")).isdecimal() and rank in environment:
             return launcher, name, int(text)
     return "", "", 1
 
