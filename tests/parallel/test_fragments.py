@@ -16,6 +16,7 @@ from tests.parallel.test_rounds import (
     STEPS,
     Record,
     assert_as_by_hand,
+    assert_as_by_hand_within_sets,
     build,
     fit,
     made,
@@ -183,20 +184,5 @@ def test_what_has_begun_lets_other_requests_pass() -> None:
 @pytest.mark.slow  # sets without fragments, and fragments without sets, are not
 @pytest.mark.ranks(3)
 def test_gradients_are_averaged_within_sets_while_a_fragment_travels() -> None:
-    pair, single = hvd.add_process_set([0, 1]), hvd.add_process_set([2])
-    mine = pair if pair.included() else single
-    try:
-        options = {"sync_every": 4, "fragments": 2, "inner_process_set": mine}
-        together = build(
-            lambda: hvd.DistributedOptimizer(
-                optimizers.Adam(0.01), outer_optimizer=nesterov(), **options
-            )
-        )
-        fit(together)
-        training.assert_bit_identical_on_all_ranks(together)
-        of_sets = build(lambda: hvd.DistributedOptimizer(optimizers.Adam(0.01), process_set=mine))
-        expected = by_hand_in_halves(of_sets, 4, nesterov)
-        np.testing.assert_allclose(training.flat(together), expected, rtol=2e-4, atol=2e-5)
-    finally:
-        hvd.remove_process_set(pair)
-        hvd.remove_process_set(single)
+    how = {"sync_every": 4, "fragments": 2}
+    assert_as_by_hand_within_sets(nesterov, by_hand_in_halves, **how)

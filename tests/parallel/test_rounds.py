@@ -277,14 +277,11 @@ def test_fewer_ranks_go_on(directory, left, fragments, inner) -> None:
         fit(model, saved, *how.pop("more", ()), **how)
         return model
 
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            trained(hvd.global_process_set, more=[training.Crash(10)], epochs=3)
-        if some.included():
-            values = training.flat(trained(some, epochs=3)).tobytes()
-            assert len({*hvd.allgather_object(values, process_set=some)}) == 1
-    finally:
-        hvd.remove_process_set(some)
+    with pytest.raises(KeyboardInterrupt):
+        trained(hvd.global_process_set, more=[training.Crash(10)], epochs=3)
+    if some.included():
+        values = training.flat(trained(some, epochs=3)).tobytes()
+        assert len({*hvd.allgather_object(values, process_set=some)}) == 1
 
 
 @pytest.mark.ranks(3)
@@ -292,58 +289,50 @@ def test_gradients_are_averaged_within_hosts_in_each_step(monkeypatch) -> None:
     """Two ranks on one host, and one on another."""
     name = types.SimpleNamespace(nodename=f"host {RANK // 2}")
     monkeypatch.setattr(process_sets.os, "uname", lambda: name)
-    try:
-        options = {"sync_every": 3, "inner_process_set": "host"}
-        together = build(lambda: hvd.DistributedOptimizer(optimizers.Adam(0.01), **options))
-        fit(together)
-        (pair,) = process_sets.added()[1:]
-        assert pair.ranks == [0, 1]
-        how = {"process_set": pair} if pair.included() else None
-        own = optimizers.Adam(0.01)
-        of_host = build(lambda: hvd.DistributedOptimizer(own, **how) if how else own)
-        expected = by_hand(of_host, 3, None)
-        np.testing.assert_allclose(training.flat(together), expected, rtol=2e-4, atol=2e-5)
-    finally:
-        for added in process_sets.added()[1:]:
-            hvd.remove_process_set(added)
+    options = {"sync_every": 3, "inner_process_set": "host"}
+    together = build(lambda: hvd.DistributedOptimizer(optimizers.Adam(0.01), **options))
+    fit(together)
+    (pair,) = process_sets.added()[1:]
+    assert pair.ranks == [0, 1]
+    how = {"process_set": pair} if pair.included() else None
+    own = optimizers.Adam(0.01)
+    of_host = build(lambda: hvd.DistributedOptimizer(own, **how) if how else own)
+    expected = by_hand(of_host, 3, None)
+    np.testing.assert_allclose(training.flat(together), expected, rtol=2e-4, atol=2e-5)
+
+
+def assert_as_by_hand_within_sets(outer: Any, loop: Any = by_hand, **how: Any) -> None:
+    """Two ranks are a set, and the third one alone."""
+    sets = [hvd.add_process_set(ranks) for ranks in ([0, 1], [2])]
+    mine = next(one for one in sets if one.included())
+    options = {"outer_optimizer": outer and outer(), "inner_process_set": mine, **how}
+    together = build(lambda: hvd.DistributedOptimizer(optimizers.Adam(0.01), **options))
+    fit(together)
+    training.assert_bit_identical_on_all_ranks(together)
+    of_sets = build(lambda: hvd.DistributedOptimizer(optimizers.Adam(0.01), process_set=mine))
+    expected = loop(of_sets, how["sync_every"], outer)
+    np.testing.assert_allclose(training.flat(together), expected, rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("outer", [None, nesterov])
 def test_gradients_are_averaged_within_sets_in_each_step(outer) -> None:
-    pair, single = hvd.add_process_set([0, 1]), hvd.add_process_set([2])
-    mine = pair if pair.included() else single
-    try:
-        options = {"sync_every": 3, "outer_optimizer": outer and outer(), "inner_process_set": mine}
-        together = build(lambda: hvd.DistributedOptimizer(optimizers.Adam(0.01), **options))
-        fit(together)
-        training.assert_bit_identical_on_all_ranks(together)
-        of_sets = build(lambda: hvd.DistributedOptimizer(optimizers.Adam(0.01), process_set=mine))
-        expected = by_hand(of_sets, 3, outer)
-        np.testing.assert_allclose(training.flat(together), expected, rtol=2e-4, atol=2e-5)
-        with pytest.raises(ValueError, match="each rank that trains the model must pass"):
-            hvd.DistributedOptimizer(
-                optimizers.SGD(0.1),
-                sync_every=2,
-                inner_process_set=mine if RANK else hvd.global_process_set,
-            )
-    finally:
-        hvd.remove_process_set(pair)
-        hvd.remove_process_set(single)
+    assert_as_by_hand_within_sets(outer, sync_every=3)
+    first = hvd.add_process_set([0])
+    other = first if RANK == 0 else hvd.global_process_set
+    with pytest.raises(ValueError, match="each rank that trains the model must pass"):
+        hvd.DistributedOptimizer(optimizers.SGD(0.1), sync_every=2, inner_process_set=other)
 
 
 @pytest.mark.ranks(3)
 def test_some_of_the_ranks_train_a_model() -> None:
     ends = hvd.add_process_set([0, 2])
-    try:
-        if ends.included():
-            options = {"sync_every": 3, "outer_optimizer": nesterov(), "process_set": ends}
-            model = build(lambda: hvd.DistributedOptimizer(optimizers.Adam(0.01), **options))
-            fit(model)
-            expected = by_hand(build(made("Adam")), 3, nesterov, ends)
-            np.testing.assert_allclose(training.flat(model), expected, rtol=2e-4, atol=2e-5)
-    finally:
-        hvd.remove_process_set(ends)
+    if ends.included():
+        options = {"sync_every": 3, "outer_optimizer": nesterov(), "process_set": ends}
+        model = build(lambda: hvd.DistributedOptimizer(optimizers.Adam(0.01), **options))
+        fit(model)
+        expected = by_hand(build(made("Adam")), 3, nesterov, ends)
+        np.testing.assert_allclose(training.flat(model), expected, rtol=2e-4, atol=2e-5)
 
 
 def test_validation_metrics_and_saved_models_are_those_of_the_common_weights(directory) -> None:
