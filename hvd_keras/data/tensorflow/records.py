@@ -1,7 +1,8 @@
 """TFRecord files, with an index of where each record begins.
 
-The index of ``part-0.tfrecord`` is ``.part-0.tfrecord.hvd-index`` beside it: a header with size and
-time of the file that was indexed, and 8 bytes for each record. It is mapped, not read, into memory.
+The index of ``part-0.tfrecord`` is ``.part-0.tfrecord.hvd-index`` beside it, an array of NumPy:
+size and time of the file that was indexed, and a number for each record. It is mapped, not read,
+into memory.
 """
 
 import contextlib
@@ -9,7 +10,6 @@ import functools
 import os
 import pathlib
 import secrets
-import struct
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,7 @@ from hvd_keras.data import reading
 from hvd_keras.runtime import agree, libraries, objects
 from hvd_keras.runtime.process_sets import ProcessSet
 
-_HEADER = struct.Struct("<16sqqq")  # name, size and time of the file, number of records
 _BLOCK = 256  # records that lie together, so that a disk reads them together
-_MAGIC = b"hvd_keras index1"
 
 
 class Records:
@@ -88,37 +86,29 @@ class Records:
             name = agree.digest(np.array([str(path.absolute())]))
             index = pathlib.Path(self._index) / f"{name:016x}{index.name}"
         facts = path.stat()
-        expected = (_MAGIC, facts.st_size, facts.st_mtime_ns)
-        if (offsets := _load(index, expected)) is None:
+        indexed = [facts.st_size, facts.st_mtime_ns]
+        if (offsets := _load(index, indexed)) is None:
             offsets = np.asarray(libraries.tensorflow_ops().hvd_record_offsets(str(path)))
-            if not _save(index, expected, offsets):
+            if not _save(index, indexed, offsets):
                 self._held[number] = offsets
         return offsets
 
 
-def _load(index: pathlib.Path, expected: tuple[Any, ...]) -> Any:
-    """Return the offsets of an index; None if it is missing, or another file's."""
-    try:
-        with open(index, "rb") as file:
-            header = file.read(_HEADER.size)
-    except OSError:
-        return None
-    if len(header) < _HEADER.size:
-        return None
-    *found, count = _HEADER.unpack(header)
-    # Its own size, in case that a disk was full.
-    if tuple(found) != expected or index.stat().st_size != _HEADER.size + 8 * count:
-        return None
-    return np.memmap(index, np.int64, "r", _HEADER.size, (count,))
+def _load(index: pathlib.Path, indexed: list[int]) -> Any:
+    """Return the offsets of an index; None if it is missing, cut off, or another file's."""
+    with contextlib.suppress(OSError, ValueError, EOFError):
+        found = np.load(index, mmap_mode="r")
+        if found[:2].tolist() == indexed:
+            return found[2:]
+    return None
 
 
-def _save(index: pathlib.Path, expected: tuple[Any, ...], offsets: Any) -> bool:
+def _save(index: pathlib.Path, indexed: list[int], offsets: Any) -> bool:
     """Write an index, whole or not at all; return whether it was written."""
     temporary = index.with_name(f"{index.name}.{secrets.token_hex(4)}")
     try:
         with open(temporary, "xb") as file:
-            file.write(_HEADER.pack(*expected, len(offsets)))
-            file.write(offsets.tobytes())
+            np.save(file, np.concatenate([indexed, offsets]))
         os.replace(temporary, index)
     except OSError:
         # A folder that may not be written, or a full disk: it is counted again next time.
