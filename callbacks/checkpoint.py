@@ -156,7 +156,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         variables.build_optimizers(self.model, found.metadata["updated"])
         own, begun = found.match_rounds(self.model, variables.training_variables(self.model))
         # An earlier fit may have trained other variables.
-        fits_here = not per_rank.differences(found.stored, found.metadata, own)
+        fits_here = not per_rank.differences(found, own)
         if is_complete:
             fits_here &= not self._other_preprocessing(found)  # the later one may have adapted it
             named = "checkpoint of a later fit"
@@ -191,7 +191,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             self._resuming.put_back()
         else:
             for passes in self._passes:
-                passes.epoch = passes.next, passes.begun
+                passes.epoch = passes.next
         self.model._initial_epoch = None  # otherwise a later fit would start there, too
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -305,7 +305,10 @@ class Checkpoint(Callback):  # type: ignore[misc]
 
     def _go_on(self, found: per_rank.Found, fit: Fit) -> None:
         self.model._initial_epoch = found.metadata["epoch"]
-        steps = resuming.rows_then_and_now(found, self._rows, self._hvd_process_set)
+        # The rows of a step then and now; if unknown, the ranks.
+        steps = found.metadata["ranks"], self._hvd_process_set.size()
+        if found.metadata["rows"] and self._rows:
+            steps = found.metadata["rows"], self._rows
         lengths = found.metadata.get("lengths", ())
         resuming.let_schedules_go_on(self._scheduled(), lengths, *steps)
         if self.params["steps"] and found.metadata.get("steps") == self.params["steps"]:
@@ -373,7 +376,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
     def _refuse_what_does_not_fit(
         self, found: per_rank.Found, own: list[Any], same_ranks: bool
     ) -> None:
-        differences = per_rank.differences(found.stored, found.metadata, own)
+        differences = per_rank.differences(found, own)
         differences += self._other_preprocessing(found)
         if not same_ranks:
             layers = list(self.model._flatten_layers())

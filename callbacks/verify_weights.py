@@ -45,7 +45,6 @@ class VerifyWeights(Callback):  # type: ignore[misc]
             raise ValueError(f"VerifyWeights: every is {every!r}, expected a positive integer.")
         self.every = every
         self._epoch = self._batches = 0
-        self._equal = "the beginning"
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if fit_state.running(self.model) is not None:

@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,6 @@ _SECONDS = 5  # between lines of progress
 class Source:
     """An opened source of ``hvd.data.shard``."""
 
-    length: int  # rows over all ranks
-    batch_size: int  # rows per rank and step
     split: Split
     description: str  # what else must be equal on all ranks
     is_shuffled: bool  # passes differ
@@ -42,11 +40,12 @@ class Source:
     process_set: Any = None  # the ranks that it is divided among
 
     def __post_init__(self) -> None:
-        length, size, split = self.length, self.batch_size, self.split
-        self.global_batch = split.size * size  # rows per step over all ranks
-        self.steps, self.left_out = split.steps(length, size), split.left_out(length, size)
+        split = self.split
+        self.length, self.batch_size = split.length, split.batch_size
+        self.global_batch = split.global_batch  # rows per step over all ranks
+        self.steps, self.left_out = split.steps, split.left_out
         if self.counts is not None:
-            self.steps, self.left_out = split.of_batches(self.counts, size)
+            self.steps, self.left_out = split.of_batches(self.counts)
 
     def read_step(self, epoch: int, row: int, step: int) -> Any:
         """Read a step of an epoch that begins at ``row``."""
@@ -54,7 +53,7 @@ class Source:
 
     def read_steps(self, epoch: int, row: int) -> Iterator[tuple[Any, Any]]:
         """Read the steps of an epoch from ``row`` on, several at a time if it has workers."""
-        steps = range(self.split.steps_from(row, self.length, self.batch_size))
+        steps = range(self.split.steps_from(row))
         read = functools.partial(self.read_step, epoch, row)
         if self.workers == 1:
             yield from map(read, steps)
@@ -70,8 +69,6 @@ class Source:
 def numbered_rows_reader(
     take: Callable[[Any], Any],
     order_of: Callable[[int], Any],
-    length: int,
-    batch_size: int,
     split: Split,
     description: str,
     is_shuffled: bool,
@@ -79,27 +76,25 @@ def numbered_rows_reader(
     """Read rows by ``take(numbers)``, in the order ``order_of(epoch)``. A rank reads its own."""
 
     def read(epoch: int, first: int) -> tuple[Any, Any]:
-        rows = min(split.size * batch_size, length - first)
+        rows = min(split.global_batch, split.length - first)
         # Where the rows of this rank's batch are: [count], places beyond the end begin again.
-        places = split.places(first, rows, batch_size)
-        weight = split.weight(rows, length, batch_size)
-        return take(order_of(epoch)[places % length]), _weights(places < length, weight)
+        places = split.places(first, rows)
+        weights = _weights(places < split.length, split.weight(rows))
+        return take(order_of(epoch)[places % split.length]), weights
 
-    return Source(length, batch_size, split, description, is_shuffled, read)
+    return Source(split, description, is_shuffled, read)
 
 
-def arrays_reader(
-    parts: list[Any], batch_size: int, shuffle: bool, seed: int, split: Split
-) -> Source:
+def arrays_reader(parts: list[Any], split: Split) -> Source:
     """Read arrays of equally many rows, as ``fit`` casts them."""
     length = len(parts[0])
     sample = np.linspace(0, length - 1, min(length, 9)).astype(int)
     return numbered_rows_reader(
         lambda rows: [as_fit_casts(part[rows]) for part in parts],
-        lambda epoch: order(length, shuffle, seed, epoch),
-        *(length, batch_size, split),
+        functools.partial(order, length, split.shuffles, split.seed),
+        replace(split, length=length),
         f"sample {digest([part[sample] for part in parts])}",
-        shuffle,
+        split.shuffles,
     )
 
 
@@ -111,9 +106,7 @@ def end_batches(source: Any) -> tuple[Any, Any]:
     return first, first if number == 1 else source[number - 1]
 
 
-def pydataset_reader(
-    source: Any, ends: tuple[Any, Any], flatten: Any, shuffle: bool, seed: int, split: Split
-) -> Source:
+def pydataset_reader(source: Any, ends: tuple[Any, Any], flatten: Any, split: Split) -> Source:
     """Read a ``PyDataset``. A rank reads only its own batches, and its rows of the last step."""
     number = number_of_batches(source) or 0
     own = [n for n in ("on_epoch_begin", "on_epoch_end") if overrides(source, n, of=PyDataset)]
@@ -128,11 +121,11 @@ def pydataset_reader(
 
     batch_size, last = (len(look(batch)[0]) for batch in ends)
     length = (number - 1) * batch_size + last
-    whole, global_batch = length // batch_size, split.size * batch_size
+    split, whole = replace(split, length=length, batch_size=batch_size), length // batch_size
 
     def batch(epoch: int, index: int) -> list[Any]:
         if index < whole:
-            index = int(order(whole, shuffle, seed, epoch)[index])
+            index = int(order(whole, split.shuffles, split.seed, epoch)[index])
         parts = look(source[index])
         rows = len(parts[0])
         if rows != min(batch_size, length - index * batch_size):
@@ -141,8 +134,8 @@ def pydataset_reader(
         return parts
 
     def read(epoch: int, first: int) -> tuple[Any, Any]:
-        rows = min(global_batch, length - first)
-        if split.uneven == "share" and rows < global_batch:
+        rows = min(split.global_batch, length - first)
+        if split.uneven == "share" and rows < split.global_batch:
             count = rows // split.size
             # Whole batches are read, so rows that follow each other cost the fewest reads.
             start = first + split.rank * count
@@ -154,14 +147,12 @@ def pydataset_reader(
         place = first // batch_size + split.rank
         parts = batch(epoch, place % number)
         numbers, real = np.arange(batch_size), len(parts[0])
-        weight = split.weight(rows, length, batch_size)
-        weights = _weights((numbers < real) & (place < number), weight)
+        weights = _weights((numbers < real) & (place < number), split.weight(rows))
         return [part[numbers % real] for part in parts], weights
 
     workers = max(1, getattr(source, "workers", 1))
     sample = f"sample {digest(y_of(ends[0], flatten))}"
-    described = length, batch_size, split, sample, shuffle
-    return Source(*described, read, workers, unit=batch_size)
+    return Source(split, sample, split.shuffles, read, workers, unit=batch_size)
 
 
 def number_of_batches(source: Any) -> int | None:

@@ -6,7 +6,7 @@ These give rows by number: Hugging Face ``datasets``, sources of ``grain`` and o
 import glob
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -144,16 +144,14 @@ def opened(source: Any, records: Callable[..., Any], process_set: ProcessSet) ->
 class Shares:
     """Which rows of an opened source this rank has in each step."""
 
-    def __init__(
-        self, source: Opened, batch_size: int, shuffle: bool | int | None, seed: int, split: Split
-    ) -> None:
-        table = source.rows
-        self.length, self._batch_size, self._split = table.length, batch_size, split
-        if not self.length:
+    def __init__(self, source: Opened, split: Split) -> None:
+        table, shuffle = source.rows, split.shuffle
+        if not table.length:
             raise ValueError(f"no row is in {table.paths or 'the source'!s:.200}, expected some.")
+        self.split = replace(split, length=table.length)
         window = WINDOW if shuffle is None or shuffle is True else int(shuffle) or None
         self.is_shuffled = window is not None or source.seeds
-        self._order, self._seed = Order(table.starts, window, seed), seed
+        self._order = Order(table.starts, window, split.seed)
         if isinstance(table, Tables):
             # A rank's rows lie together, so it needs its part of a window's row groups, and those
             # at the ends.
@@ -161,43 +159,39 @@ class Shares:
 
     def whole(self, epoch: int, begin: int, steps: int) -> tuple[Any, Any]:
         """Return row numbers and weights of whole steps, [steps, rows], from ``begin`` on."""
-        split, size = self._split, self._batch_size
-        rows = split.size * size
+        split, size, rows = self.split, self.split.batch_size, self.split.global_batch
         chosen = self._order.rows(epoch, begin, begin + steps * rows)
         # Of a step's rows each rank takes those that lie together in the files.
         chosen = np.sort(chosen.reshape(steps, rows))
         mine = chosen[:, split.rank * size : (split.rank + split.parts) * size]
-        return mine, np.full(mine.shape, split.weight(rows, self.length, size), np.float32)
+        return mine, np.full(mine.shape, split.weight(rows), np.float32)
 
     def short(self, epoch: int, begin: int) -> tuple[Any, Any]:
         """Return the same of the short last step."""
-        split, rows = self._split, self.length - begin
-        count = rows // split.size if split.uneven == "share" else self._batch_size
+        split, rows = self.split, self.split.length - begin
+        mine = split.places(0, rows)
         # For "pad", rows are copied to fill the step.
-        chosen = np.resize(self._order.rows(epoch, begin, self.length), count * split.size)
-        mine = split.places(0, count * split.size, count)
-        weights = np.where(mine < rows, split.weight(rows, self.length, self._batch_size), 0)
+        chosen = self._order.rows(epoch, begin, split.length)
+        chosen = np.resize(chosen, len(mine) // split.parts * split.size)
+        weights = np.where(mine < rows, split.weight(rows), 0)
         return chosen[None, mine], weights[None].astype(np.float32)
 
     def seeds(self, epoch: int, mine: Any) -> Any:
         """Return the seeds for ``map``, int64 of the shape of the row numbers and 2."""
-        return np.stack([np.full(mine.shape, self._seed + (int(epoch) << 32)), mine], axis=-1)
+        return np.stack([np.full(mine.shape, self.split.seed + (int(epoch) << 32)), mine], axis=-1)
 
 
-def reader(
-    source: Opened, batch_size: int, shuffle: bool | int | None, seed: int, split: Split
-) -> reading.Source:
+def reader(source: Opened, split: Split) -> reading.Source:
     """Read the rows of an opened source step by step, followed by seeds if it has them."""
-    shares, table = Shares(source, batch_size, shuffle, seed, split), source.rows
+    shares, table = Shares(source, split), source.rows
 
     def read(epoch: int, first: int) -> tuple[Any, Any]:
-        is_short = first + split.size * batch_size > table.length
+        is_short = first + split.global_batch > table.length
         mine, weights = shares.short(epoch, first) if is_short else shares.whole(epoch, first, 1)
         parts = table.look_up(mine[0])
         return [*parts, shares.seeds(epoch, mine[0])] if source.seeds else parts, weights[0]
 
-    described = table.description, shares.is_shuffled
-    return reading.Source(table.length, batch_size, split, *described, read)
+    return reading.Source(shares.split, table.description, shares.is_shuffled, read)
 
 
 def is_row_source(source: Any) -> bool:

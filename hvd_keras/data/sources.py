@@ -3,7 +3,7 @@
 import contextlib
 import numbers
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from hvd_keras.data import reading
 from hvd_keras.data.reading import Source
-from hvd_keras.data.split import MODES
+from hvd_keras.data.split import MODES, Split
 from hvd_keras.runtime import agree, log, process_sets
 from hvd_keras.runtime.keras import PyDataset, keras
 from hvd_keras.runtime.process_sets import ProcessSet
@@ -28,7 +28,7 @@ class Passes:
     start: int = 0  # the row at which the pass in progress began
     unread: int = 0  # steps before that row
     resume: tuple[int, int] = (0, 0)  # both, of the pass that begins next
-    epoch: Sequence[int] = (0, 0)  # next and begun, when an epoch of fit began
+    epoch: int = 0  # the number of the pass with which an epoch of fit began
     # Of repeated data, of which a prefetch may have begun more passes than fit has read: the pass
     # with which the last fit began, and the steps that it has read since.
     first: int | None = None
@@ -79,16 +79,16 @@ class Passes:
         The numbers are those of the pass and of those begun, the rows that all ranks have seen of
         its pass, all rows, and ``first`` and ``read``.
         """
-        numbers, seen = [self.next, self.begun], 0
+        number, seen = self.next, 0
         if self.goes_on:
             assert self.first is not None
             number = self.first + self.read // self.source.steps
-            numbers = [number, number - self._not_begun]
             seen = self.read % self.source.steps * self.source.global_batch
         elif step:
-            numbers = [*self.epoch]
+            number = self.epoch
             seen = self.start + (step - self.unread) * self.source.global_batch
-        return [*numbers, seen, self.source.length, self.first or 0, self.read]
+        begun = number - self._not_begun
+        return [number, begun, seen, self.source.length, self.first or 0, self.read]
 
     def seek(self, row: int) -> int:
         """Let the pass that begins next do so at ``row``; return the steps that it then lacks."""
@@ -100,7 +100,7 @@ class Passes:
                 "another size than now.",
                 again,
             )
-        steps = split.steps_from(row, source.length, source.batch_size)
+        steps = split.steps_from(row)
         left_out = source.length - row - steps * source.global_batch
         if split.uneven == "share" and left_out >= split.size and not split.rank:
             log.logger.warning(
@@ -120,7 +120,7 @@ class Passes:
             first, read = number, seen // self.source.global_batch
         if self.first is not None:
             self.first, self.read = first, read
-        self.epoch = number, begun
+        self.epoch = number
         if seen and rows != self.source.length:
             raise ValueError(
                 f"the data had {rows} rows when a checkpoint was written within an epoch, and now "
@@ -130,14 +130,13 @@ class Passes:
         self.catch_up(number, begun)
 
 
-def check_arguments(
-    batch_size: int | None, shuffle: int | None, seed: int, start_epoch: int, uneven: str | None
-) -> None:
+def check_arguments(split: Split, start_epoch: int) -> None:
     """Raise ValueError if arguments of ``shard`` are impossible."""
+    batch_size, shuffle, seed, uneven = split.batch_size, split.shuffle, split.seed, split.uneven
     given = shuffle or 0, seed, start_epoch
     if not all(isinstance(number, numbers.Integral) for number in given) or min(given) < 0:
         raise ValueError(f"{shuffle=}, {seed=}, {start_epoch=}, expected integers of 0 or more.")
-    if uneven not in (None, *MODES):
+    if uneven not in MODES:
         raise ValueError(f"{uneven=}, expected one of {', '.join(map(repr, MODES))}.")
     if batch_size is None:
         return
@@ -179,9 +178,8 @@ def check_source(rows: Source, given: str, process_set: ProcessSet) -> None:
                 f"{agree.by_rank(mine, process_set)}. {_ADVICE.get(what, _SAME_SOURCE)}"
             )
     if rows.steps == 0 or (rows.left_out and split.uneven == "error"):
-        global_batch = split.size * rows.batch_size
         raise ValueError(
-            f"hvd.data.shard: {rows.length} rows do not make whole steps of {global_batch} "
+            f"hvd.data.shard: {rows.length} rows do not make whole steps of {rows.global_batch} "
             f"({split.size} ranks with batch_size={rows.batch_size}), uneven={split.uneven!r}. Use "
             "another batch_size, uneven='share' (needs a row for each rank) or 'pad' (needs y)."
         )

@@ -241,42 +241,29 @@ def restore(directory: pathlib.Path, metadata: dict[str, Any], index: int, varia
     """Assign what the files have of a table, of any number of ranks, to a part or to the whole."""
     tables, names = metadata["parts"]["tables"], metadata["parts"]["files"]
     number, table = list(tables).index(str(index)), tables[str(index)]
-    shard = shards.of(variable)
     # The layout of the ranks that wrote, whose number may have been another one.
     before = shards.Layout(**{key: table[key] for key in table if key != "shape"})
-    mine = shards.Part(range(before.input_dim), range(before.output_dim))
-    if shard is not None:
-        mine = shard.part
-    values = np.zeros(mine.shape, agree.numpy_dtype(variable.dtype))
-    # A rank opens the files of those whose parts meet its own; on as many ranks, one file.
-    for rank, name in enumerate(names):
-        theirs = before.part(rank)
-        if theirs != mine and shard is not None and before == shard.layout:
-            continue  # no rank needs another's
-        if theirs.rows and theirs.columns and mine.rows and mine.columns:
-            with h5py.File(directory / name, "r") as file:
-                _copy(file["variables"][f"{number:06d}"], theirs, values, mine)
+    shard, dtype = shards.of(variable), agree.numpy_dtype(variable.dtype)
+    whole = shards.Part(range(before.input_dim), range(before.output_dim))
+    mine, found = whole if shard is None else shard.part, []
+    with contextlib.ExitStack() as stack:
+        # A rank opens the files of those whose parts meet its own; on as many ranks, one file.
+        for rank, name in enumerate(names):
+            theirs = before.part(rank)
+            if theirs != mine and shard is not None and before == shard.layout:
+                continue  # no rank needs another's
+            if theirs.rows and mine.rows and {*theirs.columns} & {*mine.columns}:
+                file = stack.enter_context(h5py.File(directory / name, "r"))
+                found.append((theirs, file["variables"][f"{number:06d}"]))
+
+        def rows(first: int, last: int) -> Any:
+            block = np.zeros((last - first, before.output_dim), dtype)
+            for part, data in found:
+                part.put(storage.restored(data, part.between(first, last)), block, first)
+            return block
+
+        values = mine.read(rows, max(1, before.output_dim), dtype)
     variable.assign(values.reshape(variable.shape))
-
-
-def _copy(data: Any, theirs: shards.Part, values: Any, mine: shards.Part) -> None:
-    """Copy what two parts of a table have in common from a file."""
-    first = max(theirs.columns.start, mine.columns.start)
-    last = min(theirs.columns.stop, mine.columns.stop)
-    if first >= last or not theirs.rows or not mine.rows:
-        return
-    rows, step = len(theirs.rows), max(1, shards.BLOCK // len(theirs.columns))
-    source = storage.restored(data) if data.attrs["dtype"] != data.dtype.name else data
-    for begin in range(0, rows, step):
-        block = theirs.rows[begin : begin + step]
-        ids = np.arange(block.start, block.stop, block.step)
-        at, beyond = np.divmod(ids - mine.rows.start, mine.rows.step)
-        common = (beyond == 0) & (at >= 0) & (at < len(mine.rows))
-        if common.any():
-            read = source[begin : begin + step][common]
-            there = slice(first - theirs.columns.start, last - theirs.columns.start)
-            here = slice(first - mine.columns.start, last - mine.columns.start)
-            values[at[common], here] = read[:, there]
 
 
 def _without_numbers(path: str) -> str:
@@ -284,12 +271,11 @@ def _without_numbers(path: str) -> str:
     return re.sub(r"_\d+(?=[_/ ]|$)", "", path)
 
 
-def differences(stored: list[Any], metadata: dict[str, Any], own: list[Any]) -> list[str]:
+def differences(checkpoint: Found, own: list[Any]) -> list[str]:
     """Tells how the variables of a training differ from those of a checkpoint."""
-    tables = metadata.get("parts", {}).get("tables", {})
-    there, here = [], []
+    stored, there, here = checkpoint.stored, [], []
     for i, (path, shape, dtype, by_rank) in enumerate(stored):
-        table = tables.get(str(i))
+        table = checkpoint.tables.get(str(i))
         how = table["shape"] if table else list(shape)
         is_part = i < len(own) and shards.of(own[i]) is not None
         there.append((path, f"{_kind(dtype)}{how}" + " of each rank" * (by_rank and is_part)))

@@ -333,14 +333,6 @@ def rate_of(optimizer: Any) -> float | None:
     return float(rate) if isinstance(rate, Variable) else None
 
 
-def rows_then_and_now(
-    found: per_rank.Found, rows: int | None, process_set: ProcessSet
-) -> tuple[int, int]:
-    """Return what a step had when a checkpoint was written, and has now; if unknown, the ranks."""
-    then = found.metadata["rows"]
-    return (then, rows) if then and rows else (found.metadata["ranks"], process_set.size())
-
-
 _LENGTHS = ("boundaries", "decay_steps", "first_decay_steps", "warmup_steps")
 
 

@@ -285,18 +285,13 @@ def _block(file: Any, name: str, training: str) -> bytes:
 
 def _storable(value: Any) -> Any:
     """Convert dtypes that HDF5 lacks, such as bfloat16, to bytes with one more axis."""
-    if value.dtype.isbuiltin == 1:
-        return value
-    return np.frombuffer(value.tobytes(), np.uint8).reshape(*value.shape, value.dtype.itemsize)
+    return value if value.dtype.isbuiltin == 1 else value[..., np.newaxis].view(np.uint8)
 
 
-def restored(data: Any) -> Any:
-    """Return the value of a dataset of ``write``, of the dtype that it had."""
-    dtype = agree.numpy_dtype(data.attrs["dtype"])
-    value = np.asarray(data[()])
-    if dtype.isbuiltin == 1:
-        return value
-    return np.frombuffer(value.tobytes(), dtype).reshape(value.shape[:-1])
+def restored(data: Any, rows: slice | tuple[()] = ()) -> Any:
+    """Return the value of a dataset of ``write``, or some rows, of the dtype that it had."""
+    dtype, value = agree.numpy_dtype(data.attrs["dtype"]), np.asarray(data[rows])
+    return value if value.dtype == dtype else value.view(dtype)[..., 0]
 
 
 def writers() -> list[tuple[Any, str]]:

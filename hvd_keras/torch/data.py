@@ -4,6 +4,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -73,11 +74,12 @@ def shard(
         loader.passes = stream.passes
         return loader
     mode = uneven or ("trim" if getattr(source, "drop_last", False) else "share")
-    split = Split(process_set.rank(), process_set.size(), mode, evaluation)
+    rank, ranks = process_set.rank(), process_set.size()
+    split = Split(rank, ranks, batch_size, shuffle, seed, mode, evaluation)
 
     def look() -> tuple[Source, Any, dict[str, Any]]:
-        sources.check_arguments(batch_size, shuffle, seed, start_epoch, uneven)
-        return _open(source, batch_size, shuffle, seed, split)
+        sources.check_arguments(split, start_epoch)
+        return _open(source, split)
 
     rows, spec, loading = agree.on_all_ranks("hvd.data.shard", look, process_set)
     rows.spec = spec
@@ -104,36 +106,34 @@ def agree_on_steps(
     return sources.steps(source, length, "a DataLoader", uneven, process_set)
 
 
-def _open(
-    source: Any, batch_size: int | None, shuffle: Any, seed: int, split: Split
-) -> tuple[Source, Any, dict[str, Any]]:
+def _open(source: Any, split: Split) -> tuple[Source, Any, dict[str, Any]]:
     """Return an opened source, the description of a row, and how a ``Loader`` loads it."""
-    everything = shuffle is None or bool(shuffle)
+    batch_size = split.batch_size
     if isinstance(source, (keras.utils.PyDataset, DataLoader)) and batch_size is not None:
         raise ValueError(f"{batch_size=}, expected none for a {type(source).__name__}.")
     if isinstance(source, keras.utils.PyDataset):
         ends = reading.end_batches(source)
         first, flatten = reading.with_tuples(ends[0]), keras.tree.flatten
-        reader = reading.pydataset_reader(source, ends, flatten, everything, seed, split)
+        reader = reading.pydataset_reader(source, ends, flatten, split)
         return reader, _spec(first), {"pack": functools.partial(_packed, first)}
     if isinstance(source, DataLoader):
-        return _of_loader(source, shuffle, seed, split)
+        return _of_loader(source, split)
     if batch_size is None:
         raise ValueError("batch_size=None, expected rows per rank and step, as in batch_size=32.")
     if isinstance(source, of_files.Opened):
-        reader = of_files.reader(source, batch_size, shuffle, seed, split)
+        reader = of_files.reader(source, split)
         pack = functools.partial(_mapped, source)
         sample = pack(reader.read(0, 0)[0])
         return reader, _spec(sample), {"pack": pack}
     is_nest = isinstance(source, (list, tuple, dict)) or hasattr(source, "__array__")
     if not is_nest and hasattr(source, "__len__") and hasattr(source, "__getitem__"):
         kinds: Any = torch.utils.data.RandomSampler, torch.utils.data.SequentialSampler
-        sampler = kinds[0 if everything else 1](source)
+        sampler = kinds[0 if split.shuffles else 1](source)
         loader = DataLoader(source, batch_size, sampler=sampler)
-        return _of_loader(loader, shuffle, seed, split)
+        return _of_loader(loader, split)
     source = reading.with_tuples(source)
     parts = reading.parts_of(_arrays(source), list)
-    reader = reading.arrays_reader(parts, batch_size, everything, seed, split)
+    reader = reading.arrays_reader(parts, split)
     return reader, _spec(source), {"pack": functools.partial(_packed, source)}
 
 
@@ -178,9 +178,8 @@ def _mapped(source: of_files.Opened, parts: list[Any]) -> Any:
     return source.map(batch, *map(_tensor, seeds)) if source.map is not None else batch
 
 
-def _of_loader(
-    loader: DataLoader, shuffle: bool | None, seed: int, split: Split
-) -> tuple[Source, Any, dict[str, Any]]:
+def _of_loader(loader: DataLoader, split: Split) -> tuple[Source, Any, dict[str, Any]]:
+    shuffle, seed = split.shuffle, split.seed
     dataset, sampler, kinds = loader.dataset, loader.sampler, torch.utils.data
     if isinstance(dataset, kinds.IterableDataset) or loader.batch_size is None:
         raise NotImplementedError(
@@ -197,7 +196,7 @@ def _of_loader(
     shuffles = isinstance(sampler, kinds.RandomSampler)
     has_all = not getattr(sampler, "replacement", False) and len(sampler) == len(dataset)
     if has_all and (shuffles or isinstance(sampler, kinds.SequentialSampler)):
-        is_shuffled, length = shuffles if shuffle is None else shuffle, len(dataset)
+        is_shuffled, length = shuffles if shuffle is None else bool(shuffle), len(dataset)
         order_of: Callable[[int], Any] = functools.partial(order, length, is_shuffled, seed)
         drawn = ""
     else:
@@ -209,15 +208,13 @@ def _of_loader(
     if not length:
         raise ValueError("the DataLoader has no rows.")
     row = loader.collate_fn([dataset[int(order_of(0)[0])]])
-    spec, size = _spec(row), loader.batch_size
+    split = replace(split, length=length, batch_size=loader.batch_size)
     sample = f"sample {reading.digest(reading.y_of(row, _arrays))}{drawn}"
-    reader = reading.numbered_rows_reader(
-        lambda rows: rows, order_of, length, size, split, sample, is_shuffled
-    )
+    reader = reading.numbered_rows_reader(lambda rows: rows, order_of, split, sample, is_shuffled)
     names = ["num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"]
     names += ["prefetch_factor", "persistent_workers"] if loader.num_workers else []
     pack = functools.partial(reading.fetched, dataset, loader.collate_fn)
-    return reader, spec, {"pack": pack, **{name: getattr(loader, name) for name in names}}
+    return reader, _spec(row), {"pack": pack, **{name: getattr(loader, name) for name in names}}
 
 
 def _drawn(sampler: Any, seed: int, epoch: int) -> Any:

@@ -16,16 +16,13 @@ _ROWS, _BYTES = 1 << 13, 1 << 26  # of all ranks, that Python looks up at once
 _READ = 1 << 20  # bytes, about, that are read at once
 
 
-def arrays_source(
-    source: Any, batch_size: int, shuffle: bool | int, seed: int, split: Split
-) -> Source:
+def arrays_source(source: Any, split: Split) -> Source:
     """Open nested arrays of equally many rows. A rank reads only its own rows."""
     parts, spec = _look_into(source, cast=True)
-    reader = reading.arrays_reader(parts, batch_size, bool(shuffle), seed, split)
-    return _source(reader, spec)
+    return _source(reading.arrays_reader(parts, split), spec)
 
 
-def pydataset_source(source: Any, shuffle: bool | int, seed: int, split: Split) -> Source:
+def pydataset_source(source: Any, split: Split) -> Source:
     """Open a ``PyDataset``. A rank reads only its own batches, and its rows of the last step."""
     ends = first, last = reading.end_batches(source)
     if any(isinstance(part, tf.RaggedTensor | tf.SparseTensor) for part in tf.nest.flatten(first)):
@@ -33,7 +30,7 @@ def pydataset_source(source: Any, shuffle: bool | int, seed: int, split: Split) 
             "the PyDataset has ragged or sparse batches, expected arrays. Pad them, or give "
             "hvd.data.shard a tf.data.Dataset."
         )
-    reader = reading.pydataset_reader(source, ends, flatten, bool(shuffle), seed, split)
+    reader = reading.pydataset_reader(source, ends, flatten, split)
     spec, several = _look_into(first)[1], (reading.number_of_batches(source) or 1) > 2
     for batch in (last, *([source[1]] if several else ())):  # each may be padded by itself
         spec = tf.nest.map_structure(_either, spec, _look_into(batch)[1])
@@ -54,21 +51,19 @@ def flatten(nested: Any) -> list[Any]:
 def _source(reader: Source, spec: Any) -> Source:
     """Return a source with what it reads as datasets."""
     specs = [*tf.nest.flatten(spec), tf.TensorSpec((), tf.float32)]
-    length, batch_size, split = reader.length, reader.batch_size, reader.split
-    # Fixed shapes let TensorFlow trace the step once; a shorter last step would be a second trace.
-    rows = None if split.has_short_step(length, batch_size) else batch_size * split.parts
+    split = reader.split
 
     def read_step(epoch: int, row: int, step: int) -> list[Any]:
         parts, weights = reader.read_step(epoch, row, step)
         return [*parts, weights]
 
     def steps_from(row: int) -> Any:
-        return np.int64(split.steps_from(row, length, batch_size))
+        return np.int64(split.steps_from(row))
 
     def batch(epoch: Any, row: Any, step: Any) -> Any:
         parts = tf.numpy_function(read_step, (epoch, row, step), [part.dtype for part in specs])
         for part, known in zip(parts, specs, strict=True):
-            part.set_shape([rows, *known.shape])
+            part.set_shape([split.static_rows, *known.shape])
         data = tf.nest.pack_sequence_as(spec, parts[:-1])
         return (data, parts[-1]) if split.uneven == "pad" else data
 
@@ -93,27 +88,23 @@ def _look_into(source: Any, cast: bool = False) -> tuple[list[Any], Any]:
     return parts, tf.nest.pack_sequence_as(source, specs)
 
 
-def numbered_rows_source(
-    source: Opened, batch_size: int, shuffle: bool | int | None, seed: int, split: Split
-) -> Source:
+def numbered_rows_source(source: Opened, split: Split) -> Source:
     """Open rows by number: a rank reads only its own."""
-    table = source.rows
-    length, shares = table.length, Shares(source, batch_size, shuffle, seed, split)
-    global_batch = split.size * batch_size
-    steps, pads = split.steps(length, batch_size), split.uneven == "pad"
+    table, shares = source.rows, Shares(source, split)
+    split, pads = shares.split, split.uneven == "pad"
     changes = pads or source.map is not None
     # Python looks up the rows of several steps at once: for each it would be too slow.
-    together = max(1, int(min(_ROWS, _BYTES / table.row_bytes)) // global_batch)
+    together = max(1, int(min(_ROWS, _BYTES / table.row_bytes)) // split.global_batch)
     # Some of these steps are read at once: a call for each would cost more than short records do.
-    group = min(together, max(1, int(_READ / (table.read_bytes * batch_size or 1))))
+    group = min(together, max(1, int(_READ / (table.read_bytes * split.batch_size or 1))))
     together -= together % group
 
     def find(epoch: int, row: int, part: int) -> list[Any]:
         """Return what is looked up of this rank's rows in the next steps: [groups, steps, rows]."""
-        left = split.steps_from(row, length, batch_size)
-        whole = min(left, (length - row) // global_batch)
+        left = split.steps_from(row)
+        whole = min(left, (split.length - row) // split.global_batch)
         first = min(part * together, whole)
-        begin, number = row + first * global_batch, min(together, whole - first)
+        begin, number = row + first * split.global_batch, min(together, whole - first)
         if not number and left > whole and part * together < whole + together:
             mine, weights = shares.short(epoch, begin)  # a part by itself
         else:
@@ -140,13 +131,10 @@ def numbered_rows_source(
 
     def batches(epoch: Any, row: Any) -> tf.data.Dataset:
         # A short step comes alone, and so may be one more part.
-        parts = tf.data.Dataset.range(-(-steps // together) + 1)
+        parts = tf.data.Dataset.range(-(-split.steps // together) + 1)
         found = parts.map(lambda part: _find(epoch, row, part)).prefetch(1)
         steps_read = found.unbatch().map(read, tf.data.AUTOTUNE).unbatch()
         return steps_read.map(change, tf.data.AUTOTUNE) if changes else steps_read
-
-    # Fixed shapes let TensorFlow trace the step once.
-    known = None if split.has_short_step(length, batch_size) else batch_size * split.parts
 
     def _find(*place: Any) -> Any:
         # Each tensor costs time in each step, so none travels that is not needed.
@@ -155,14 +143,13 @@ def numbered_rows_source(
         specs += [tf.TensorSpec((), tf.float32)] * pads
         found = tf.numpy_function(find, place, [spec.dtype for spec in specs])
         for tensor, spec in zip(found, specs, strict=True):
-            tensor.set_shape([None, None, known, *spec.shape])
+            tensor.set_shape([None, None, split.static_rows, *spec.shape])
         return tuple(found)
 
     zero = tf.zeros((), tf.int64)
     spec = batches(zero, zero).element_spec
     of_row = tf.nest.map_structure(_of_row, spec[0] if pads else spec)
-    described = length, batch_size, split, table.description, shares.is_shuffled
-    return Source(*described, spec=of_row, batches=batches)
+    return Source(split, table.description, shares.is_shuffled, spec=of_row, batches=batches)
 
 
 def _of_row(spec: Any) -> Any:

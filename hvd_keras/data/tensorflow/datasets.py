@@ -44,10 +44,9 @@ def has_static_batches(source: Any) -> bool:
     return all(shape is not None and shape.rank and shape[0] is not None for shape in shapes)
 
 
-def dataset_source(
-    source: Any, batch_size: int | None, shuffle: bool | int | None, seed: int, split: Split
-) -> Source:
+def dataset_source(source: Any, split: Split) -> Source:
     """Open a dataset."""
+    batch_size, shuffle = split.batch_size, split.shuffle
     if source.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise ValueError(
             "the dataset is infinite. Shard it before repeat(): hvd.data.shard(dataset, "
@@ -74,14 +73,12 @@ def dataset_source(
         source = source.apply(tf.data.experimental.assert_cardinality(elements))
     if shuffle is None:
         shuffle = known and not (batched or seeds)
-    size: int = batch_size or own_size  # type: ignore[assignment]
-    pads = split.uneven == "pad"
+    split = dataclasses.replace(split, length=length, batch_size=batch_size or own_size)
+    size, pads = split.batch_size, split.uneven == "pad"
     whole_batches = batched and batch_size is None and not shuffle and not pads
-    whole = not split.has_short_step(length, size)
+    whole = not split.has_short_step
     if whole_batches and split.size > 1 and counts and _shuffles_batches(source):
-        first, last = (
-            split.of_batches(sorted(counts, key=key), size) for key in (int, int.__neg__)
-        )
+        first, last = (split.of_batches(sorted(counts, key=key)) for key in (int, int.__neg__))
         if first[0] != last[0] or (split.uneven != "share" and min(counts) < size):
             raise ValueError(
                 f"the dataset shuffles batches of {min(counts)} to {size} rows, so the number of "
@@ -93,7 +90,7 @@ def dataset_source(
 
     def batches(epoch: Any, row: Any) -> tf.data.Dataset:
         left = length - row
-        wanted, rest = left // (split.size * size) * size, left % (split.size * size)
+        wanted, rest = left // split.global_batch * size, left % split.global_batch
         if pads or not whole:
             wanted += tf.minimum(rest, 1) * size if pads else rest // split.size
         if whole_batches:
@@ -103,13 +100,13 @@ def dataset_source(
             if counts is None and whole:
                 return _mine(others, -(-left // size), wanted // size, split)
             groups = others.window(split.size)
-            part = functools.partial(_part, batch_size=size, split=split, padding=padding)
+            part = functools.partial(_part, split=split, padding=padding)
             return _apply(groups.flat_map, groups, part)
         rows = source.unbatch() if batched else source
         if shuffle:
             # Sets the seed of the function being traced; the program's seed, which would be mixed
             # in, may differ by rank. It must not be 0 if the other seed is a tensor.
-            tf.random.set_seed(seed % (2**31 - 2) + 1)
+            tf.random.set_seed(split.seed % (2**31 - 2) + 1)
             buffer = length if shuffle is True else shuffle
             rows = rows.shuffle(buffer, epoch, reshuffle_each_iteration=False)
         mine = _mine(rows.skip(row), left, wanted, split, some[0] if pads else None)
@@ -118,10 +115,10 @@ def dataset_source(
             if batched
             else mine.batch(size, drop_remainder=whole)
         )
-        return _with_weights(mine, left, length, size, split) if pads else mine
+        return _with_weights(mine, left, split) if pads else mine
 
-    described = length, size, split, description, bool(shuffle or seeds)
-    made = Source(*described, spec=source.element_spec, batches=batches, reads=True)
+    of, is_shuffled = source.element_spec, bool(shuffle or seeds)
+    made = Source(split, description, is_shuffled, spec=of, batches=batches, reads=True)
     unit = size if counts is None else 0
     return dataclasses.replace(made, counts=counts, unit=unit) if whole_batches else made
 
@@ -198,23 +195,20 @@ def cache_files(source: Any) -> list[str]:
     return list(filter(None, names))
 
 
-def _with_weights(
-    mine: Any, left: Any, length: int, batch_size: int, split: Split
-) -> tf.data.Dataset:
+def _with_weights(mine: Any, left: Any, split: Split) -> tf.data.Dataset:
     """Yield pairs of a batch and the weights of its rows for "pad"; ``left`` rows are to come."""
-    global_batch = split.size * batch_size
+    size, global_batch = split.batch_size, split.global_batch
 
     def weights(step: Any) -> Any:
-        places = (step * batch_size + tf.range(batch_size, dtype=tf.int64)) * split.size
+        places = (step * size + tf.range(size, dtype=tf.int64)) * split.size
         rows = tf.minimum(left - step * global_batch, global_batch)
-        weight = tf.cast(split.weight(rows, length, batch_size), tf.float32)
+        weight = tf.cast(split.weight(rows), tf.float32)
         return tf.where(places + split.rank < left, weight, 0.0)
 
-    steps = tf.data.Dataset.range(split.steps(length, batch_size))
-    return tf.data.Dataset.zip(mine, steps.map(weights))
+    return tf.data.Dataset.zip(mine, tf.data.Dataset.range(split.steps).map(weights))
 
 
-def _part(group: Any, batch_size: int, split: Split, padding: Any) -> tf.data.Dataset:
+def _part(group: Any, split: Split, padding: Any) -> tf.data.Dataset:
     """Return this rank's batch of one step, if any. ``Split.of_batches`` mirrors this.
 
     ``group`` has the batches of the step, one per rank; fewer at the end.
@@ -224,7 +218,7 @@ def _part(group: Any, batch_size: int, split: Split, padding: Any) -> tf.data.Da
     rows = tf.reduce_sum(counts)
     even = (tf.size(counts) == split.size) & tf.reduce_all(counts == counts[0])
     if split.uneven != "share":
-        even &= rows == split.size * batch_size
+        even &= rows == split.global_batch
     own = group.skip(split.rank).take(tf.cast(even, tf.int64))
     if split.uneven != "share":
         return own

@@ -3,6 +3,7 @@
 import importlib
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
@@ -115,9 +116,12 @@ def shard(
     source = opened(source, Records, process_set)
 
     def look() -> Source:
-        size, split = _split(batch_size, mode, evaluation, process_set)
-        sources.check_arguments(size, shuffle, seed, start_epoch, uneven)
-        return _open(source, size, shuffle, seed, split)
+        rank, ranks = process_set.rank(), process_set.size()
+        split = Split(rank, ranks, batch_size, shuffle, seed, mode, evaluation)
+        if isinstance(batch_size, list | tuple):
+            split = _of_unequal(split, batch_size)
+        sources.check_arguments(split, start_epoch)
+        return _open(source, split)
 
     rows = agree.on_all_ranks("hvd.data.shard", look, process_set)
     given = f"{batch_size=}, {shuffle=}, {seed=}, {start_epoch=}, {uneven=}, {evaluation=}"
@@ -200,7 +204,7 @@ def batch_of(dataset: Any) -> int | None:
     passes = _pass_below(dataset)
     if passes is None or datasets.changes_rows(dataset, _AROUND):
         return None
-    return passes.source.batch_size * passes.source.split.parts
+    return int(passes.source.batch_size * passes.source.split.parts)
 
 
 _AROUND = datasets.PASSING_ON | {"Repeat"}
@@ -221,24 +225,21 @@ def seekable(dataset: Any) -> Passes | None:
     return passes if passes is not None and passes.source.unit else None
 
 
-def _split(
-    batch_size: int | Sequence[int] | None, mode: str, evaluation: bool, process_set: ProcessSet
-) -> tuple[int | None, Split]:
-    """Return the rows per share and step, and the shares of this rank: one, without a list."""
-    rank, ranks = process_set.rank(), process_set.size()
-    if not isinstance(batch_size, list | tuple):
-        return batch_size, Split(rank, ranks, mode, evaluation)  # type: ignore[return-value]
-    if len(batch_size) != ranks or not all(
+def _of_unequal(split: Split, batch_size: Sequence[int]) -> Split:
+    """Return the same with a batch size for each rank."""
+    if len(batch_size) != split.size or not all(
         isinstance(n, Integral) and int(n) > 0 for n in batch_size
     ):
         raise ValueError(
-            f"{batch_size=}, expected {ranks} numbers of 1 or more, one for each rank."
+            f"{batch_size=}, expected {split.size} numbers of 1 or more, one for each rank."
         )
-    batch_size = list(map(int, batch_size))
     # As if more ranks had equal batches, of which this one has several.
-    size = math.gcd(*batch_size)
-    first, last = (sum(batch_size[:r]) // size for r in (rank, rank + 1))
-    return size, Split(first, sum(batch_size) // size, mode, evaluation, last - first)
+    size = math.gcd(*map(int, batch_size))
+    first, last, end = (
+        sum(map(int, batch_size[:rank])) // size
+        for rank in (split.rank, split.rank + 1, split.size)
+    )
+    return replace(split, rank=first, size=end, batch_size=size, parts=last - first)
 
 
 def weigh_classes(dataset: Any, class_weight: Any) -> Any:
@@ -261,9 +262,7 @@ def weigh_classes(dataset: Any, class_weight: Any) -> Any:
     return dataset.map(weigh).prefetch(tf.data.AUTOTUNE)
 
 
-def _open(
-    source: Any, batch_size: int | None, shuffle: bool | int | None, seed: int, split: Split
-) -> Source:
+def _open(source: Any, split: Split) -> Source:
     given = type(source).__name__
     parts = tf.nest.flatten(source) if isinstance(source, tuple | list | dict) else [source]
     if any(map(_is_sparse, parts)):
@@ -274,12 +273,11 @@ def _open(
             "files or rows by number. Or give each rank its own data, of any batch size."
         )
     if isinstance(source, tf.data.Dataset):
-        return datasets.dataset_source(source, batch_size, shuffle, seed, split)
-    everything = shuffle is None or shuffle
+        return datasets.dataset_source(source, split)
     if isinstance(source, PyDataset):
-        if batch_size is not None:
+        if (batch_size := split.batch_size) is not None:
             raise ValueError(f"{batch_size=}, expected none for a PyDataset, which has batches.")
-        return arrays.pydataset_source(source, everything, seed, split)
+        return arrays.pydataset_source(source, split)
     if isinstance(source, (Iterator, tf.distribute.DistributedDataset)):
         raise ValueError(
             f"got a {type(source).__name__}, expected arrays, tf.data.Dataset or PyDataset. Make a "
@@ -287,14 +285,12 @@ def _open(
             "the same on every rank. Or let each rank generate its own rows: give fit the "
             "generator itself, with steps_per_epoch=hvd.data.agree_on_steps(steps)."
         )
-    if batch_size is None:
+    if split.batch_size is None:
         raise ValueError("batch_size=None, expected rows per rank and step, as in batch_size=32.")
-    if isinstance(source, Opened):
-        return arrays.numbered_rows_source(source, batch_size, shuffle, seed, split)
     if is_row_source(source):
-        rows = Opened(Rows(source))
-        return arrays.numbered_rows_source(rows, batch_size, shuffle, seed, split)
-    return arrays.arrays_source(source, batch_size, everything, seed, split)
+        source = Opened(Rows(source))
+    is_numbered = isinstance(source, Opened)
+    return (arrays.numbered_rows_source if is_numbered else arrays.arrays_source)(source, split)
 
 
 def _is_sparse(part: Any) -> bool:
