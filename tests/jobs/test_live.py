@@ -8,7 +8,7 @@ import urllib.request
 
 from prometheus_client.openmetrics import parser
 
-from hvd_keras.launch.follow.statistics import Collector, Statistics, recent
+from hvd_keras.launch.follow.statistics import Statistics, recent
 from tests.harness import launcher
 
 DASHBOARD = pathlib.Path(__file__).parents[2] / "deploy" / "grafana.json"
@@ -75,7 +75,7 @@ def test_a_new_fit_and_a_restart_begin_anew() -> None:
     statistics.take(0, "server", message(0, 5.0, at=5.0, steps=4, samples=16))
     assert recent(statistics.past[0])["samples_per_second"] == 8
     statistics.start(2)
-    values = {f.name: f.samples[0].value for f in Collector(statistics).collect() if f.samples}
+    values = {f.name: f.samples[0].value for f in statistics.collect() if f.samples}
     assert values == {"hvd_ranks": 2, "hvd_restarts": 1}
 
 
@@ -143,8 +143,7 @@ def test_metrics_that_cannot_be_served(hvdrun: launcher.Launcher) -> None:
         in done.stderr
     )
     for text in ("http", "0", "localhost:", "70000"):
-        done = hvdrun.run("-np", "1", "--metrics", text, "touch", "begun")
-        assert done.returncode == 2
+        done = hvdrun.run("-np", "1", "--metrics", text, "touch", "begun", status=2)
         assert f"--metrics got {text!r}; expected a port, or an address and a port" in done.stderr
     assert not (hvdrun.folder / "begun").exists()
 
@@ -154,7 +153,6 @@ def test_a_missing_package(hvdrun: launcher.Launcher) -> None:
     hidden.mkdir()
     (hidden / "prometheus_client.py").write_text("raise ModuleNotFoundError('not installed')")
     environment = hvdrun.environment | {"PYTHONPATH": str(hidden)}
-    done = hvdrun.run("-np", "1", "--metrics=9", "touch", "begun", env=environment)
-    assert done.returncode == 2
+    done = hvdrun.run("-np", "1", "--metrics=9", "touch", "begun", env=environment, status=2)
     assert "run: pip install prometheus_client" in done.stderr
     assert not (hvdrun.folder / "begun").exists()
