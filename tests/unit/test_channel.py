@@ -21,18 +21,7 @@ from hvd_keras.agents.link import Link
 from hvd_keras.launch import job_spec
 from hvd_keras.launch.follow.output import Destination, Output
 from hvd_keras.launch.follow.supervise import Signals
-from hvd_keras.launch.onhost import limits
-from hvd_keras.launch.onhost.channel import (
-    GREETING,
-    HEAD,
-    LIMIT,
-    NONCE,
-    PROOF,
-    Connection,
-    ProtocolError,
-    prove,
-    silence,
-)
+from hvd_keras.launch.onhost import channel, limits
 from hvd_keras.launch.onhost.cores import THREAD_VARIABLES
 from hvd_keras.launch.onhost.process import ask_to_end, private_folder
 from hvd_keras.launch.onhost.worker import FUNCTION
@@ -59,7 +48,10 @@ class Wire:
     """Two ends that prove themselves, and all that has gone over, which an eavesdropper knows."""
 
     def __init__(self, secrets: tuple[str, str] = ("s" * 64, "s" * 64)) -> None:
-        self.ends = prove(secrets[0], is_hvdrun=True), prove(secrets[1], is_hvdrun=False)
+        self.ends = (
+            channel.prove(secrets[0], is_hvdrun=True),
+            channel.prove(secrets[1], is_hvdrun=False),
+        )
         self.seen = [next(end)[0] for end in self.ends]
 
     def meet(self) -> None:
@@ -68,10 +60,10 @@ class Wire:
             self.seen += [end.send(data)[0] for end, data in zip(self.ends, arrived, strict=True)]
 
 
-async def pair(*listening: bool) -> list[Connection]:
+async def pair(*listening: bool) -> list[channel.Connection]:
     """Two ends over a socket."""
     return [
-        Connection(SECRET, await asyncio.open_connection(sock=end), listens=listens)
+        channel.Connection(SECRET, await asyncio.open_connection(sock=end), listens=listens)
         for end, listens in zip(socket.socketpair(), listening, strict=True)
     ]
 
@@ -102,24 +94,24 @@ async def test_messages_pass_both_ways_in_pieces() -> None:
 def test_the_secret_is_never_sent() -> None:
     wire = Wire()
     wire.meet()
-    assert len(b"".join(wire.seen)) == 2 * (len(GREETING) + NONCE + PROOF)
+    assert len(b"".join(wire.seen)) == 2 * (len(channel.GREETING) + channel.NONCE + channel.PROOF)
     assert b"s" * 64 not in b"".join(wire.seen)
 
 
 def test_whoever_does_not_know_the_secret_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="does not know this job's secret"):
+    with pytest.raises(channel.ProtocolError, match="does not know this job's secret"):
         Wire(("s" * 64, "t" * 64)).meet()
     wire = Wire()
     wire.ends[1].send(wire.seen[0])
-    with pytest.raises(ProtocolError, match="does not know this job's secret"):
-        wire.ends[1].send(b"0" * PROOF)  # of a false hvdrun
+    with pytest.raises(channel.ProtocolError, match="does not know this job's secret"):
+        wire.ends[1].send(b"0" * channel.PROOF)  # of a false hvdrun
 
 
 def test_an_old_conversation_cannot_be_played_again() -> None:
     first, second = Wire(), Wire()
     first.meet()
     second.ends[0].send(first.seen[1])
-    with pytest.raises(ProtocolError):
+    with pytest.raises(channel.ProtocolError):
         second.ends[0].send(first.seen[3])
 
 
@@ -129,7 +121,7 @@ async def test_nothing_unproved_is_parsed_or_kept(monkeypatch) -> None:
     for data in (b'{"hello": 1}\n' * 10, b"\x80\x04pickle\n" * 20, b"x" * 1000):
         hvdrun, stranger = await pair(True, False)
         stranger._writer.write(data)
-        with pytest.raises(ProtocolError):
+        with pytest.raises(channel.ProtocolError):
             await hvdrun.messages().__anext__()
         stranger.end()
         hvdrun.end()
@@ -141,8 +133,8 @@ async def test_a_message_that_is_too_long_is_refused() -> None:
     hello = asyncio.create_task(hvdrun.messages().__anext__())
     end = asyncio.create_task(worker.messages().__anext__())
     await until(lambda: worker._is_open)
-    worker._writer.write(HEAD.pack(LIMIT + 1))
-    with pytest.raises(ProtocolError, match="a message is too long"):
+    worker._writer.write(channel.HEAD.pack(channel.LIMIT + 1))
+    with pytest.raises(channel.ProtocolError, match="a message is too long"):
         await hello
     hvdrun.end()
     with contextlib.suppress(StopAsyncIteration, OSError):
@@ -175,7 +167,7 @@ async def test_more_workers_come_at_once_than_strangers_are_accepted(tmp_path: P
 
     async def work(rank: int) -> bool:
         hello = {"rank": rank, "host": "here", "cores": 2, "mask": [0, 1]}
-        connection = Connection(SECRET, streams[rank], listens=False, hello=hello)
+        connection = channel.Connection(SECRET, streams[rank], listens=False, hello=hello)
         async for message in connection.messages():
             if "start" in message:
                 return True
@@ -194,8 +186,8 @@ async def test_connections_without_a_proof_are_closed(tmp_path: Path, monkeypatc
     for _ in range(UNPROVEN + 1):
         reader, _ = await asyncio.open_connection(*address)
     data = await asyncio.wait_for(reader.read(), launcher.LIMIT)
-    assert data.startswith(GREETING)
-    assert len(data) == len(GREETING) + NONCE
+    assert data.startswith(channel.GREETING)
+    assert len(data) == len(channel.GREETING) + channel.NONCE
     await ranks.close()
 
 
@@ -268,7 +260,7 @@ async def test_hvdrun_sends_to_a_worker_whose_output_has_to_wait(tmp_path: Path)
         with contextlib.suppress(BlockingIOError):
             while True:
                 worker.send(bytes(1 << 16))
-        return silence(worker) > 3.0
+        return channel.silence(worker) > 3.0
 
     with contextlib.suppress(asyncio.TimeoutError):
         await asyncio.wait_for(until(is_quiet), 6.0)
