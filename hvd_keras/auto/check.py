@@ -83,17 +83,18 @@ def compared(
     expected = whole()
     after = _read(variables)
     _assign(variables, before)
+    why = "it was interrupted"
     try:
         outputs = divided()
         why = _difference(expected, outputs, rounding)
         why = why or _wrong(whole, variables, before, after, rounding)
-    except BaseException as error:
-        _assign(variables, after)
-        if isinstance(error, messages.LEFT) or not isinstance(error, Exception):
-            raise
-        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}", expected
-    if why:
-        _assign(variables, after)
+    except messages.LEFT:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+    finally:
+        if why:
+            _assign(variables, after)
     return why, expected if why else outputs
 
 
@@ -178,12 +179,9 @@ def _close(one: Any, other: Any, rounding: float) -> bool:
     if not (one.dtype.is_floating or one.dtype.is_complex):
         return bool(np.mean(a != b) <= _OUTPUTS)  # classes may be equal to rounding
     a, b = (np.asarray(x, "complex128" if one.dtype.is_complex else "float64") for x in (a, b))
-    finite = np.isfinite(a)
-    if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
-        return False
-    a, b = a[finite], b[finite]
     most = _OUTPUTS * (_HALF if rounding > _ROUNDING else 1)
-    return bool(np.abs(a - b).max(initial=0) <= most * np.abs(a).max(initial=0) + _TINY)
+    most = most * np.abs(a[np.isfinite(a)]).max(initial=0) + _TINY
+    return np.allclose(b, a, 0, most, equal_nan=True)
 
 
 def _shown(tensor: Any) -> str:

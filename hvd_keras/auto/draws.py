@@ -19,6 +19,7 @@ import tensorflow as tf
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import gen_random_ops, resource_variable_ops
 from tensorflow.python.ops import gen_stateless_random_ops_v2 as stateless_ops
+from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph
 
 _PHILOX = 1
 _RESERVED = 256
@@ -68,11 +69,7 @@ class Draws:
 def _graph() -> Any:
     """The graph of the function that is traced, also within its loops and branches."""
     graph: Any = tf.compat.v1.get_default_graph()
-    while type(graph).__name__ in (
-        "CondBranchFuncGraph",
-        "WhileCondFuncGraph",
-        "WhileBodyFuncGraph",
-    ):
+    while isinstance(graph, ControlFlowFuncGraph):
         graph = graph.outer_graph
     return graph
 

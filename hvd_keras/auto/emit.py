@@ -31,12 +31,11 @@ class Side:
 
     def build(self) -> list[Any]:
         """Add all ops; return the outputs of the function, on rank 0."""
-        by_level: list[list[Node]] = [[] for _ in range(self.plan.levels + 1)]
-        for node in self.plan.nodes:
-            by_level[node.level].append(node)
-        for level, nodes in enumerate(by_level):
-            for node in nodes:
-                self._node(node)
+        levels = {0, *(level for level, _, _ in self.plan.exchanges.values())}
+        for level in sorted(levels | {node.level for node in self.plan.nodes}):
+            for node in self.plan.nodes:
+                if node.level == level:
+                    self._node(node)
             self._exchange(level)
         return [self._get(v, ROOT) for v in self.plan.outputs] if self.is_root else []
 

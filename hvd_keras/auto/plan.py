@@ -16,6 +16,7 @@ from hvd_keras.auto.places import ALL, FULL, ROOT, SENT, Dim, Dims, List, Node, 
 from hvd_keras.auto.rules import ELEMENTWISE, RULES
 from hvd_keras.auto.sizes import Shapes, evaluate, fixed, shape_of, sizes_of
 from hvd_keras.ops.allreduce import called_by
+from hvd_keras.runtime import flight
 
 # What may use any variable, out of sight.
 _OPAQUE = ("EagerPyFunc", "PyFunc", "PyFuncStateless")
@@ -75,10 +76,6 @@ class Plan:
         self.outputs = places.inlined(graph, arguments, self._place_op)
         for value in self.outputs:
             self.level_of(value, ROOT)
-        self.levels = 1 + max(
-            [n.level for n in self.nodes] + [level for level, _, _ in self.exchanges.values()],
-            default=0,
-        )
         # Handles of variables that it reads alone, with the values, and of those that it assigns.
         self.kept: dict[int, tuple[Any, Value]] = {}
         self.assigned: list[Any] = []
@@ -331,10 +328,8 @@ def _drawing(op: Any) -> Any:
 def _line_of(op: Any) -> str:
     """Return the script's line that has made an op, such as " (train.py:7)"; "" if unknown."""
     for frame in reversed(op.traceback or ()):
-        name = frame.filename
-        is_library = "site-packages" in name or f"{os.sep}hvd_keras{os.sep}" in name
-        if not is_library and name[:1] != "<":
-            return f" ({os.path.basename(name)}:{frame.lineno})"
+        if flight.is_script(frame.filename):
+            return f" ({os.path.basename(frame.filename)}:{frame.lineno})"
     return ""
 
 

@@ -5,12 +5,10 @@ import contextvars
 import functools
 import inspect
 import itertools
-import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import record
 
@@ -21,6 +19,7 @@ from hvd_keras.auto.places import SENT, UnknownError, WholeError
 from hvd_keras.auto.plan import Plan
 from hvd_keras.ops.validate import raw
 from hvd_keras.runtime import agree, log, rank_info
+from hvd_keras.saving import per_rank
 from hvd_keras.training.row_trials import nodes_of
 
 #: TensorFlow's own, as ``hook`` replaces it in the script.
@@ -34,14 +33,15 @@ _MOST_TRACES = 16  # each takes seconds
 _busy = threading.Lock()
 
 Way = Callable[[list[Any]], Any]
+Whole = Callable[[], Any]
 
 
 class _Kind:
     """Batches of one structure and of the same dtypes and inner shapes."""
 
-    def __init__(self, name: str, drawn: draws.Draws) -> None:
-        self.pace, self.draws = Pace(name), drawn
-        self.random = random.getstate(), np.random.get_state()  # before the first trace
+    def __init__(self, name: str, shapes: Any, drawn: draws.Draws) -> None:
+        self.pace, self.shapes, self.draws = Pace(name), shapes, drawn
+        self.random = per_rank.random_state()  # before the first trace
 
 
 class Divided:
@@ -108,7 +108,7 @@ class Divided:
                     self._tell(f"its batches have more than {_MOST_TRACES} shapes")
                     return self._whole(*args, **kwargs)
                 drawn = self._draws.setdefault(of, draws.Draws()) if of else draws.Draws()
-                self._kinds[key] = _Kind(self.name, drawn)
+                self._kinds[key] = _Kind(self.name, shapes, drawn)
                 self._kept += [x for x in leaves if not isinstance(x, tf.Tensor)]
             kind = self._kinds[key]
 
@@ -122,7 +122,7 @@ class Divided:
                     with self._drawing(kind.draws):
                         alone = self._traced.get_concrete_function(*args, **kwargs)
                 call = tf.nest.pack_sequence_as(given, leaves)
-                return self._divide(alone, call, tensors, rows, (shapes, kind), whole)
+                return self._divide(alone, call, tensors, rows, kind, whole)
 
             if self._is_other:
                 return whole()
@@ -142,19 +142,12 @@ class Divided:
         log.warn_once(f"hvdrun --auto computes {self.name} on the first rank alone: {why}.")
 
     def _divide(
-        self,
-        alone: Any,
-        given: Any,
-        tensors: list[Any],
-        rows: int,
-        of: Any,
-        whole: Callable[[], Any],
+        self, alone: Any, given: Any, tensors: list[Any], rows: int, kind: _Kind, whole: Whole
     ) -> tuple[Way | None, Any]:
         """Take a step; return what runs this function divided from now on, and the outputs.
 
         None if that is not possible.
         """
-        shapes, kind = of
         graph = alone.graph
         taken = graph.inputs[: len(graph.inputs) - len(alone.captured_inputs)]
         pairs = list(zip(taken, tensors, strict=False))
@@ -165,7 +158,7 @@ class Divided:
             return None, whole()
         is_free = all(t.shape[0] is None for t, x in pairs if _has(x, rows))
         # One process draws anew in each trace.
-        key = shapes, id(alone if is_free else kind) if is_free or kind.draws else 0
+        key = kind.shapes, id(alone if is_free else kind) if is_free or kind.draws else 0
         nodes = [*itertools.chain(*nodes_of(alone))]
         hidden = check.hidden(nodes)
         if hidden and not is_free:
@@ -261,17 +254,14 @@ def planned(traced: Any, rows: int, tensors: Sequence[Any] = ()) -> tuple[Plan, 
 
 
 @contextlib.contextmanager
-def another_trace(states: Any = None) -> Iterator[None]:
-    """Let Python and NumPy draw as before afterwards; in the block, from these states on."""
-    now = random.getstate(), np.random.get_state()
-    states = states or now
+def another_trace(state: Any = None) -> Iterator[None]:
+    """Let Python and NumPy draw as before afterwards; in the block, from this state on."""
+    now = per_rank.random_state()
     try:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+        per_rank.set_random_state(state or now)
         yield
     finally:
-        random.setstate(now[0])
-        np.random.set_state(now[1])
+        per_rank.set_random_state(now)
 
 
 def _build(plan: Plan, traced: Any, taken: int) -> Callable[[list[Any]], Any]:
@@ -291,10 +281,10 @@ def _build(plan: Plan, traced: Any, taken: int) -> Callable[[list[Any]], Any]:
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in graph.inputs[:taken]]
     mine = function(compute, autograph=False).get_concrete_function(*specs)
     both = worker.share(mine, theirs)
-    kept = keep.Kept(plan.kept.values())
+    send_kept = keep.kept(plan.kept.values())
 
     def run(tensors: list[Any]) -> Any:
-        kept.update()
+        send_kept()
         keep.forget(plan.assigned)
         # Of arrays, input_signature may want another dtype.
         return both([tf.cast(x, t.dtype) for x, t in zip(tensors, specs, strict=True)])

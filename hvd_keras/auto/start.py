@@ -1,14 +1,22 @@
-"""Begins and ends automatic mode: the first rank runs the script, the others work for it."""
+"""Begins and ends automatic mode: the first rank runs the script, the others work for it.
+
+For a notebook or another session that hvdrun has not started, hvdrun starts all ranks, and the
+process of the first one stands in for the session, until that ends.
+"""
 
 import atexit
 import contextlib
 import functools
 import os
 import re
-import runpy
+import socket
+import subprocess
 import sys
+import tempfile
+import threading
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -16,11 +24,13 @@ import tensorflow as tf
 
 import hvd_keras
 from hvd_keras import lifecycle
-from hvd_keras.auto import draws, hook, messages, pace, session, worker
+from hvd_keras.agents.stand_in import Joining
+from hvd_keras.auto import draws, hook, messages, pace, worker
 from hvd_keras.auto.launching import SESSION
 from hvd_keras.auto.run import function
+from hvd_keras.launch.onhost.cores import THREAD_VARIABLES
 from hvd_keras.patches import scaled_fit
-from hvd_keras.runtime import rank_info, settings
+from hvd_keras.runtime import flight, libraries, rank_info, settings
 from hvd_keras.runtime.keras import is_legacy, replace, require
 from hvd_keras.saving import storage
 
@@ -61,7 +71,7 @@ def auto(scale_batch: bool = False, np: int | None = None, hosts: str | None = N
     if is_legacy:
         raise RuntimeError(hook.LEGACY.format("TF_USE_LEGACY_KERAS is set"))
     if np or hosts:
-        session.start(np, hosts, sys.executable, "-m", "hvd_keras.auto", SESSION)
+        _start_ranks(np, hosts, sys.executable, "-m", "hvd_keras.auto", SESSION)
     _process = os.getpid()
     replace(sys, "excepthook", _tell_briefly)
     settings.wait_without_limit()
@@ -144,8 +154,61 @@ def _tell_briefly(hook: Callable[..., Any], kind: Any, value: Any, trace: Any) -
     if found is None or settings.read().all_tracebacks:
         hook(kind, value, trace)
         return
-    packages = os.path.dirname(os.path.dirname(str(keras.__file__)))
-    libraries = packages, *(os.path.dirname(str(home.__file__)) for home in (hvd_keras, runpy)), "<"
-    own = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(libraries)][-1:]
+    own = [frame for frame in traceback.extract_tb(trace) if flight.is_script(frame.filename)][-1:]
     places = [f'File "{frame.filename}", line {frame.lineno}, {frame.line}' for frame in own]
     print(*places, f"{kind.__name__}: {found[0]}", sep="\n", file=sys.stderr)
+
+
+# What stays the session's own: its folder for temporary files outlives the job.
+_OWN = (*THREAD_VARIABLES, "TMPDIR")
+
+
+def _start_ranks(np: int | None, hosts: str | None, *command: str) -> None:
+    """Start ranks, and make this process the first one, which has not joined their job yet.
+
+    Args:
+        np: how many.
+        hosts: where; this host is the first.
+        command: what they run, with a path added to it; the first rank stands in there.
+
+    Raises:
+        ValueError: this process is in a job already.
+        RuntimeError: hvdrun cannot start them.
+    """
+    if settings.launched()[0]:
+        raise ValueError(
+            f"hvd.auto: got np={np}, hosts={hosts!r} in a job of {settings.launched()[0]}, which "
+            "has started the ranks. Leave both out."
+        )
+    with tempfile.TemporaryDirectory(prefix="hvd_keras-") as folder:
+        path = str(Path(folder, "first"))
+        joining = Joining(path)
+        where = ["-H", hosts] if hosts else ["--oversubscribe"]
+        where += ["-np", str(np)] if np else []
+        hvdrun = [sys.executable, "-m", "hvd_keras.hvdrun", *where, "--no-bind", "--no-init"]
+        # Ctrl-C is for the session alone.
+        job = subprocess.Popen(
+            [*hvdrun, *command, path], stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        first = _joined(joining, job)
+    settings.read.cache_clear()
+    # While the thread holds the connection open, the process of the first rank lives.
+    threading.Thread(target=_give_up_after, args=[first], daemon=True).start()
+
+
+def _joined(joining: Joining, job: "subprocess.Popen[bytes]") -> socket.socket:
+    while True:
+        try:
+            return joining.join(0.1, lambda name: name not in _OWN)
+        except TimeoutError:
+            if job.poll() is not None:
+                raise RuntimeError(
+                    "hvd.auto: hvdrun could not start the ranks, and has printed why. The first "
+                    "of the hosts must be this one."
+                ) from None
+
+
+def _give_up_after(first: socket.socket) -> None:
+    """When hvdrun ends the job, as a worker has died, let nothing wait for it."""
+    first.recv(1)
+    libraries.core().hvd_give_up(b"a worker of hvd.auto has ended, and hvdrun has printed why")
