@@ -7,7 +7,6 @@ would see that, is not: only whether it sums rows, by the graph of the loss that
 import contextlib
 import functools
 import math
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ from hvd_keras.gradients import missing_calls
 from hvd_keras.runtime import agree, log
 from hvd_keras.runtime.keras import replaced
 from hvd_keras.runtime.process_sets import ProcessSet
+from hvd_keras.saving import per_rank
 from hvd_keras.training import halves, variables
 from hvd_keras.training.fit_state import may_be_number_of_rows
 
@@ -164,7 +164,7 @@ def _undone(model: Any) -> Iterator[Callable[[], None]]:
         return {k: v for k, v in vars(layer).items() if isinstance(v, (bool, int, float, str))}
 
     numbers = [plain(layer) for layer in layers]
-    drawn = random.getstate(), np.random.get_state()
+    drawn = per_rank.random_state()
 
     def undo() -> None:
         with torch.no_grad():
@@ -174,11 +174,9 @@ def _undone(model: Any) -> Iterator[Callable[[], None]]:
             for name in plain(layer):
                 del vars(layer)[name]
             vars(layer).update(before)
-        random.setstate(drawn[0])
-        np.random.set_state(drawn[1])
+        per_rank.set_random_state(drawn)
 
-    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(gpus), agree.within(agree.refuses, True):
+    with agree.within(agree.refuses, True):
         try:
             yield undo
         finally:
