@@ -14,6 +14,7 @@ import sys
 import pytest
 
 from tests.harness.launcher import LIMIT, Launcher
+from tests.harness.ranks import python
 
 SCRIPTS = pathlib.Path(__file__).parents[1] / "scripts"
 CASES, STEPS = str(SCRIPTS / "auto_cases.py"), str(SCRIPTS / "auto_steps.py")
@@ -371,8 +372,7 @@ def test_module_arguments_and_command(launcher: Launcher) -> None:
     assert job.returncode == 2
     assert "got --auto and --horovod; expected one of them" in job.stderr
     launcher.script("import hvd_keras as hvd; hvd.auto(np=2)", "starts.py")
-    job = launcher.run("-np", "2", "--oversubscribe", "starts.py")
-    assert job.returncode == 1
+    job = launcher.run("-np", "2", "--oversubscribe", "starts.py", status=1)
     assert "hvd.auto: got np=2, hosts=None in a job of" in job.stderr
     launcher.script("import warnings; warnings.warn('odd'); open('made', 'x')", "makes.py")
     job = auto(launcher, 2, "makes.py")
@@ -468,9 +468,7 @@ refused(lambda: fits.train_on_batch(x, y))
 def test_larger_batches_have_a_larger_rate(launcher: Launcher) -> None:
     (launcher.folder / "scaled.py").write_text(SCALED)
     script = str(launcher.folder / "scaled.py")
-    alone = subprocess.run(
-        [sys.executable, script], check=True, capture_output=True, text=True, timeout=LIMIT
-    )
+    alone = python(script, status=0)
     job = auto(launcher, 2, "--scale-batch", script)
     assert job.returncode == 0, job.stderr
     told = [line for line in job.stdout.splitlines() if line.startswith("hvdrun --auto")]
@@ -494,6 +492,5 @@ def test_larger_batches_have_a_larger_rate(launcher: Launcher) -> None:
     assert [
         text for text, line in zip(refusals, told[-4:], strict=True) if text in line
     ] == refusals
-    refused = launcher.run("--scale-batch", "-np", "2", script)
-    assert refused.returncode == 2
+    refused = launcher.run("--scale-batch", "-np", "2", script, status=2)
     assert "--scale-batch without --auto; expected both" in refused.stderr

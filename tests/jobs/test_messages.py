@@ -31,7 +31,6 @@ def test_an_exception_of_all_ranks_is_printed_once(hvdrun, options) -> None:
 
 
 def test_input_of_another_rank_is_explained(hvdrun):
-    done = hvdrun.python(2, "print('hello', input())\ntime.sleep(100)", input="you\n")
-    assert done.returncode == 1
+    done = hvdrun.python(2, "print('hello', input())\ntime.sleep(100)", input="you\n", status=1)
     assert "[1] EOFError: EOF when reading a line\n" in done.stderr
     assert "hvdrun: only rank 0 has standard input: read it there, and send it" in done.stderr

@@ -55,8 +55,7 @@ def test_a_job_with_a_late_rank(hvdrun) -> None:
     job += ("--postmortem", "postmortem", sys.executable, hvdrun.script(SCRIPT))
     folder = hvdrun.folder / "new" / "stats"
     also = {"HVD_STATS_DIRECTORY": str(folder)}
-    done = hvdrun.run(*job, env=hvdrun.environment | also, errors="surrogateescape")
-    assert done.returncode == 0, done.stderr
+    done = hvdrun.run(*job, env=hvdrun.environment | also, errors="surrogateescape", status=0)
 
     for rank in range(2):
         text = (folder / f"stats-{rank}.json").read_text()
@@ -67,13 +66,6 @@ def test_a_job_with_a_late_rank(hvdrun) -> None:
     assert "hvdrun: timeline: python -m hvd_keras.timeline 'a \udcff.json'\n" in done.stderr
     found = [e for e in slices(path) if e["args"]["name"] == "gradients"]
     assert len(found) == 2 * TIMES * 2  # of each rank, each time: waited and moved
-    assert {e["args"]["last_rank"] for e in found} == {LATE}
-    assert {e["args"]["bytes"] for e in found} == {4000}
-    waited = {
-        rank: sum(e["dur"] for e in found if e["pid"] == rank and "wait" in e["name"])
-        for rank in range(2)
-    }
-    assert max(waited[LATE], 1) * 2 < waited[0]
     assert sum(e["name"] == f"wait for rank {LATE}" for e in found) == TIMES
     last = [e for e in slices(path) if e["name"] == "allgather last"]
     assert {e["pid"]: e["args"]["bytes"] for e in last} == {0: 8000, 1: 16000}

@@ -1,10 +1,10 @@
 """Scripts with hvd.elastic go on from the last commit when hvdrun starts them again."""
 
-import pathlib
 import sys
 
 import pytest
 
+from tests.harness.inputs import damage
 from tests.harness.launcher import Launcher
 
 LOOP = """
@@ -89,8 +89,7 @@ def run(hvdrun: Launcher, text: str, *options: str, size: int = 2, status: int =
     path = hvdrun.folder / "train.py"
     path.write_text(text)
     job = ("--horovod", "--no-prefix", "-np", str(size), "--oversubscribe", *options)
-    done = hvdrun.run(*job, sys.executable, str(path), timeout=RESTARTING)
-    assert done.returncode == status, done.stderr
+    done = hvdrun.run(*job, sys.executable, str(path), timeout=RESTARTING, status=status)
     assert "applies gradients of this rank alone" not in done.stderr
     assert "different weights" not in done.stderr
     assert ("a restart loses what State.save keeps" in done.stderr) == ("class State" in text)
@@ -133,19 +132,12 @@ def test_calls_continue_one_after_the_other_on_added_hosts(hvdrun) -> None:
     assert not list((hvdrun.folder / "elsewhere").iterdir())
 
 
-def damage(path: pathlib.Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 @pytest.mark.slow
 def test_remaining_commits_are_named_after_a_failure(hvdrun) -> None:
     script = hvdrun.folder / "train.py"
     script.write_text(LOOP.replace('open("failed", "w").close()', "pass"))
     job = ("--horovod", "-np", "1", "--max-restarts", "1", sys.executable, str(script))
-    done = hvdrun.run(*job, timeout=RESTARTING)
-    assert done.returncode == 3
+    done = hvdrun.run(*job, timeout=RESTARTING, status=3)
     left = list(hvdrun.folder.glob("hvd-commits-*"))
     assert len(left) == 1
     assert f"HVD_COMMITS={left[0]}" in done.stderr

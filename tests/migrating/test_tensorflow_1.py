@@ -215,16 +215,14 @@ print("done")
 
 
 def test_scripts_of_tensorflow_1(tmp_path: pathlib.Path) -> None:
-    job = run_script(tmp_path, 2, TENSORFLOW_1, forks=False)
-    assert job.status == 0, job.output
+    job = run_script(tmp_path, 2, TENSORFLOW_1, forks=False, status=0)
     assert job.output.count("done") == 2, job.output
 
 
 @pytest.mark.slow
 def test_collectives_in_graphs_of_tensorflow_1(tmp_path: pathlib.Path) -> None:
     limits = {"HVD_TIMEOUT_SECONDS": "20", "HVD_FIRST_TIMEOUT_SECONDS": "20"}
-    job = run_script(tmp_path, 2, GRAPH, forks=False, TF_USE_LEGACY_KERAS="1", **limits)
-    assert job.status == 0, job.output
+    job = run_script(tmp_path, 2, GRAPH, forks=False, TF_USE_LEGACY_KERAS="1", **limits, status=0)
     assert job.output.count("done") == 2, job.output
 
 

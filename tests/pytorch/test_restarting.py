@@ -8,9 +8,7 @@ import pytest
 
 SCRIPT = """
     import os, pathlib, signal, sys
-    import keras, numpy as np, torch
-    import hvd_keras as hvd
-    hvd.init()
+    import torch
     folder, kills = pathlib.Path(sys.argv[1]), sys.argv[2:]
     keras.utils.set_random_seed(5)
     rng = np.random.default_rng(0)
@@ -65,7 +63,6 @@ SCRIPT = """
 
 
 def run(hvdrun, name, size, *arguments, options=()):
-    hvdrun.environment["KERAS_BACKEND"] = "torch"
     folder = hvdrun.folder / name
     folder.mkdir(exist_ok=True)
     script = hvdrun.script(SCRIPT), *map(str, (folder, *arguments))
@@ -87,13 +84,9 @@ def test_a_killed_rank_changes_nothing(hvdrun, where) -> None:
 
 
 def test_an_exception_in_fit_waits_for_the_file(hvdrun) -> None:
-    hvdrun.environment["KERAS_BACKEND"] = "torch"
     script = hvdrun.script("""
         import pathlib, time
-        import keras, numpy as np
-        import hvd_keras as hvd
         from hvd_keras.saving import storage
-        hvd.init()
         write = storage.write
 
         def write_slowly(*arguments):
@@ -122,17 +115,14 @@ def test_an_exception_in_fit_waits_for_the_file(hvdrun) -> None:
                 print("files:", [path.name for path in pathlib.Path("states").glob("*")])
         hvd.barrier()
     """)
-    job = hvdrun.run("-np", "2", "--oversubscribe", sys.executable, script)
-    assert job.returncode == 0, job.stdout + job.stderr
+    job = hvdrun.run("-np", "2", "--oversubscribe", sys.executable, script, status=0)
     assert "will begin the data anew: its passes end within the epochs of fit" in job.stderr
     assert "files: ['checkpoint-00000-0000002.h5']" in job.stdout, job.stdout
 
 
 def test_optimizers_of_which_a_step_alone_knows_the_variables_go_on(hvdrun) -> None:
     script = """
-        import keras, numpy as np, torch
-        import hvd_keras as hvd
-        hvd.init()
+        import torch
 
         class Two(keras.Model):
             def __init__(self):
@@ -173,7 +163,6 @@ def test_optimizers_of_which_a_step_alone_knows_the_variables_go_on(hvdrun) -> N
             np.testing.assert_array_equal(one, other)
         print("done")
     """
-    hvdrun.environment["KERAS_BACKEND"] = "torch"
     job = hvdrun.python(2, script)
     assert job.stdout.count("done") == 2, job.stderr
     assert "continuing from checkpoint-00000-0000002, epoch 1 of 2, batch 3" in job.stderr
@@ -181,9 +170,6 @@ def test_optimizers_of_which_a_step_alone_knows_the_variables_go_on(hvdrun) -> N
 
 OTHER = """
     import pathlib, sys
-    import keras, numpy as np
-    import hvd_keras as hvd
-    hvd.init()
     folder, epochs = pathlib.Path(sys.argv[1]), int(sys.argv[2])
     x = np.random.default_rng(0).normal(size=(96, 6)).astype("float32")
     for name, optimizer in {
@@ -215,8 +201,7 @@ def test_checkpoints_continue_on_the_other_backend(hvdrun) -> None:
             hvdrun.environment["KERAS_BACKEND"] = backend
             (hvdrun.folder / folder).mkdir(exist_ok=True)
             script = hvdrun.script(OTHER), folder, str(epochs)
-            job = hvdrun.run("-np", str(size), "--oversubscribe", sys.executable, *script)
-            assert job.returncode == 0, job.stdout + job.stderr
+            job = hvdrun.run("-np", str(size), "--oversubscribe", sys.executable, *script, status=0)
             text = job.stdout + job.stderr
             assert (epochs == 2 or len(parts) == 1) == ("continuing from" not in text), text
         paths = sorted((hvdrun.folder / folder).glob("*.npz"))

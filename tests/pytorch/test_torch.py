@@ -2,19 +2,17 @@
 
 import importlib.util
 import json
-import os
 import pathlib
 import re
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 
 from tests.harness.launcher import WITHOUT_HIDDEN
+from tests.harness.ranks import python
 from tests.programs import draw
 from tests.programs import run as programs
-from tests.pytorch.jobs import run
 from tests.unit.test_core import binaries as binaries
 from tests.unit.test_core import fake_cuda as fake_cuda
 
@@ -33,17 +31,9 @@ PROGRAMS = (3556, 619, 7471, 144, 3329, 6842, 11098, 9091, 7717, 7158, 6381, 293
 def trained(tmp_path_factory):
     """What training.py wrote on 1, 2 and 3 ranks."""
     folder = tmp_path_factory.mktemp("torch")
-    environment = {**os.environ, "KERAS_BACKEND": "torch"}
-    for ranks in (1, 2, 3):
-        command = ["-m", "hvd_keras.hvdrun", "-np", str(ranks), "--oversubscribe", sys.executable]
-        job = subprocess.run(
-            [sys.executable, *command, str(TRAINING), str(folder)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        assert job.returncode == 0, job.stdout + job.stderr
+    for size in (1, 2, 3):
+        command = ["-m", "hvd_keras.hvdrun", "-np", size, "--oversubscribe", sys.executable]
+        python(*command, TRAINING, folder, KERAS_BACKEND="torch", status=0)
     return folder
 
 
@@ -87,8 +77,7 @@ def test_random_programs(monkeypatch) -> None:
 
 def test_collectives_and_their_gradients(hvdrun) -> None:
     script = """
-        import numpy as np, torch, hvd_keras as hvd
-        hvd.init()
+        import torch
         r = hvd.rank()
         for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
             x = torch.tensor([1.0 + r, 2.0], dtype=dtype, requires_grad=True)
@@ -172,12 +161,11 @@ def test_collectives_and_their_gradients(hvdrun) -> None:
         assert "FailedPrecond" in text and "[1.5, 1.5], expected integers" in text, text
         print("done")
     """
-    assert run(hvdrun, 2, script).count("done") == 2
+    assert hvdrun.python(2, script, status=0).stdout.count("done") == 2
 
 
 def test_the_example_and_its_file_are_for_both_backends(hvdrun) -> None:
     example = TRAINING.parents[2] / "examples" / "keras_mnist.py"
-    hvdrun.environment["KERAS_BACKEND"] = "torch"
     # Else torch leaves an empty folder among the temporary files.
     hvdrun.environment["TORCHINDUCTOR_CACHE_DIR"] = str(hvdrun.folder / "inductor")
     (hvdrun.folder / "hidden").mkdir()
@@ -187,8 +175,7 @@ def test_the_example_and_its_file_are_for_both_backends(hvdrun) -> None:
     on_two = ("-np", "2", "--oversubscribe")
     job = hvdrun.run(*on_two, "--check", env=without)
     assert re.search("PyTorch: .*collectives of 6 kinds on 2 ranks", job.stdout, re.DOTALL), job
-    job = hvdrun.run(*on_two, sys.executable, str(example), "--epochs", "4", env=without)
-    assert job.returncode == 0, job.stdout + job.stderr
+    job = hvdrun.run(*on_two, sys.executable, str(example), "--epochs", "4", env=without, status=0)
     assert float(re.search(r"Test accuracy: ([0-9.]+)", job.stdout)[1]) > 0.6
     rates = [float(rate) for rate in re.findall(r" lr: ([0-9.e-]+)", job.stdout)]
     np.testing.assert_allclose(rates, [0.00133, 0.00167, 0.002, 0.002], atol=1e-4)
@@ -203,18 +190,8 @@ def test_the_example_and_its_file_are_for_both_backends(hvdrun) -> None:
             "model = keras.models.load_model(path, compile=False);"
             "print('sum', sum(float(np.abs(v.numpy()).sum(dtype='d')) for v in model.weights))"
         )
-        loaded = subprocess.run(
-            [sys.executable, "-c", script],
-            cwd=hvdrun.folder,
-            env={
-                **hvdrun.environment,
-                "KERAS_BACKEND": backend,
-                "PYTHONPATH": paths[backend],
-            },
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        env = {"KERAS_BACKEND": backend, "PYTHONPATH": paths[backend]}
+        loaded = python("-c", script, cwd=hvdrun.folder, **{**hvdrun.environment, **env})
         sums.add(re.search(r"sum [0-9.]+", loaded.stdout)[0])
     assert len(sums) == 1
 
@@ -225,20 +202,18 @@ def test_tensors_on_the_fakes_of_gpus(hvdrun, fake_cuda) -> None:
         pytest.skip("this PyTorch has no CUDA 13")
     driver = hvdrun.folder / "libcuda.so.1"  # PyTorch opens it by this name
     driver.symlink_to(fake_cuda["HVD_CUDART_LIBRARY"])
-    hvdrun.environment |= {**fake_cuda, "HVD_BUCKET_BYTES": "4096", "KERAS_BACKEND": "torch"}
+    hvdrun.environment |= {**fake_cuda, "HVD_BUCKET_BYTES": "4096"}
     hvdrun.environment["KERAS_TORCH_DEVICE"] = "cpu"  # of what is computed
     del hvdrun.environment["CUDA_VISIBLE_DEVICES"]
     fakes = [f"LD_LIBRARY_PATH={hvdrun.folder}", f"LD_PRELOAD={driver}"]
     program = [sys.executable, str(TRAINING.with_name("gpu.py"))]
-    job = hvdrun.run("-np", "2", "--oversubscribe", "env", *fakes, *program)
-    assert job.returncode == 0, job.stdout + job.stderr
+    job = hvdrun.run("-np", "2", "--oversubscribe", "env", *fakes, *program, status=0)
     assert job.stdout.count("ok  what_differs_is_refused") == 2
 
 
 def test_what_is_not_there_is_refused(hvdrun) -> None:
     script = """
-        import hvd_keras as hvd, keras, numpy as np, torch
-        hvd.init()
+        import torch
         x = np.arange(64.0).reshape(16, 4) * (1 + hvd.rank())
         broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
         callbacks = keras.callbacks
@@ -336,16 +311,14 @@ def test_what_is_not_there_is_refused(hvdrun) -> None:
         fit(optimizer=wrap(keras.optimizers.Adam()))
         print("done")
     """
-    assert run(hvdrun, 2, script).count("done") == 2
+    assert hvdrun.python(2, script, status=0).stdout.count("done") == 2
 
 
 def test_buckets_travel_during_backward_with_the_same_bits(hvdrun) -> None:
+    hvdrun.environment["HVD_BUCKET_BYTES"] = "4096"
     script = """
-        import os, pathlib, sys
-        os.environ["HVD_BUCKET_BYTES"] = "4096"
-        import hvd_keras as hvd, keras, numpy as np, torch
+        import sys, torch
         from hvd_keras.torch import optimizer as ours
-        hvd.init()
         x = np.random.default_rng(hvd.rank()).normal(size=(64, 40)).astype("float32")
         plain, ahead = ours.Ahead, []
 
@@ -439,9 +412,7 @@ def test_buckets_travel_during_backward_with_the_same_bits(hvdrun) -> None:
             hvd.barrier()
             print("end of last", kind, file=sys.stderr, flush=True)
     """
-    hvdrun.environment["KERAS_BACKEND"] = "torch"
-    job = hvdrun.python(2, script)
-    assert job.returncode == 0, job.stderr
+    job = hvdrun.python(2, script, status=0)
     before, _, after = job.stderr.partition("end of again")
     warning = "gradients are changed before the mean over the ranks is taken"
     assert warning not in before

@@ -2,30 +2,21 @@
 
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.harness import ranks
+
 RUN = Path(__file__).parents[2] / "benchmarks" / "run.py"
-
-
-def run(*options):
-    return subprocess.run(
-        [sys.executable, str(RUN), *map(str, options)],
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
-    )
 
 
 @pytest.mark.timeout(450)
 @pytest.mark.parametrize("only", ["latency", pytest.param("", marks=pytest.mark.slow, id="all")])
 def test_smoke(tmp_path, only):
-    done = run("--smoke", *(["--only", only] if only else []), "--output", tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    chosen = ["--only", only] if only else []
+    ranks.python(RUN, "--smoke", *chosen, "--output", tmp_path, status=0)
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["smoke"]
     benchmarks = {row["benchmark"] for row in results["rows"]}
@@ -42,14 +33,8 @@ def test_smoke(tmp_path, only):
 @pytest.mark.timeout(450)
 def test_algorithms_between_hosts():
     script = RUN.with_name("hosts.py")
-    done = subprocess.run(
-        [sys.executable, str(script), "--many", "5", "--smoke", "--bytes", "4", "70000", "--json"],
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    options = ["--many", 5, "--smoke", "--bytes", 4, 70000, "--json"]
+    done = ranks.python(script, *options, status=0)
     rows = json.loads(done.stdout.splitlines()[-1])["rows"]
     if not rows:
         pytest.skip(done.stderr)
@@ -59,14 +44,16 @@ def test_algorithms_between_hosts():
 
 
 def test_an_unknown_benchmark_is_refused(tmp_path):
-    done = run("--only", "gradient", "--output", tmp_path)
+    done = ranks.python(RUN, "--only", "gradient", "--output", tmp_path)
     assert done.returncode == 2
     assert "gradients" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_environment_without_horovod_is_refused_at_once(tmp_path):
-    done = run("--only", "gradients", "--peer-python", sys.executable, "--output", tmp_path)
+    done = ranks.python(
+        RUN, "--only", "gradients", "--peer-python", sys.executable, "--output", tmp_path
+    )
     assert done.returncode == 1
     assert "Give --peer-python the Python of an environment with Horovod" in done.stderr
     assert "gradients" not in done.stdout

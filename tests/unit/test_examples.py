@@ -1,31 +1,21 @@
 """The examples, and the code of pages and docstrings, run by the launcher on two ranks."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import keras
 import pytest
 
-from tests.harness import documents
+from tests.harness import documents, ranks
 
 ROOT = Path(__file__).parents[2]
 
 
 def run(script, *options):
     """Run a script on two ranks; return its standard output."""
-    program = [sys.executable, script, *options]
-    command = [sys.executable, "-m", "hvd_keras.hvdrun", "-np", "2", "--oversubscribe", *program]
-    result = subprocess.run(
-        [str(part) for part in command],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+    launcher = ["-m", "hvd_keras.hvdrun", "-np", 2, "--oversubscribe", sys.executable]
+    return ranks.python(*launcher, script, *options, status=0).stdout
 
 
 def run_example(name, *options):
