@@ -53,7 +53,8 @@ class Tables:
         path = self.paths[self._groups[0][0]]
         with _open(path) as file:
             known = file.schema_arrow.names
-        self._columns = {name: name for name in known} if columns is None else columns
+        every = {name: name for name in known}
+        self._columns = every if columns is None else reading.with_tuples(columns)
         self._names = flatten(self._columns)
         missing = [name for name in self._names if name not in known]
         if missing:

@@ -139,6 +139,25 @@ def test_parquet(directory: pathlib.Path) -> None:
     assert any("part-9.parquet has float32[] in each row" in text for text in told), told
 
 
+@pytest.mark.parametrize("uneven", ["share", "pad"])
+@pytest.mark.parametrize("change", [None, lambda batch: batch], ids=["columns", "map"])
+@pytest.mark.parametrize("columns", [["half", "x"], (["half", "half"], "x")])
+def test_lists_of_columns(directory: pathlib.Path, columns, change, uneven: str) -> None:
+    """Are as tuples, which tf.data does not turn into one tensor."""
+    if RANK == 0:
+        write_tables(directory)
+    hvd.barrier()
+    files = data.files(str(directory / "*.parquet"), columns=columns, map=change)
+    rows = []
+    for halves, x, *weights in data.shard(files, batch_size=BATCH, uneven=uneven):
+        for half in tf.nest.flatten(halves):
+            np.testing.assert_array_equal(half, (x.numpy() / 2).astype("float32"))
+        is_real = weights[0].numpy() > 0 if weights else slice(None)
+        rows += x.numpy()[is_real].tolist()
+    found = sorted(joined(agree.gather_json("parquet", rows)))
+    assert len(found) == len({*found}) == LENGTH - LENGTH % TOGETHER % SIZE * (uneven == "share")
+
+
 def test_rows_that_spark_has_written(directory: pathlib.Path) -> None:
     folder = directory / "by #1"
     if RANK == 0:
