@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import ctypes
 import enum
+import functools
 import importlib
 import multiprocessing
 import operator
@@ -14,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterable
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from hvd_keras import observe
 from hvd_keras.runtime import (
@@ -70,6 +71,9 @@ _EXIT_STATUS = {
     LeaveResult.DESERTED: settings.DESERTED,
     LeaveResult.TIMED_OUT: settings.WAITED_IN_VAIN,
 }
+
+# Why a rank leaves whose script has ended without an error.
+_NO_REASON = "its script has ended"
 
 _guards_installed = False
 _rank_process = 0  # the process that joined; a forked child has another id
@@ -219,7 +223,7 @@ def end(error: str, seconds: float) -> None:
     if os.getpid() != _rank_process:
         return
     if is_last := rank_info.is_initialized():
-        _leave(error or "its script has ended", seconds)
+        _leave(error or _NO_REASON, seconds)
         if error:
             rank_info.left_alone = True
             return
@@ -321,8 +325,8 @@ def _install_guards() -> None:
     if _guards_installed:
         return
     _guards_installed = True
-    previous_hook = sys.excepthook
-    process = os.getpid()
+    previous_hook, previous_exit = sys.excepthook, sys.exit
+    process, reason = os.getpid(), _NO_REASON
 
     def abort_all(
         kind: type[BaseException], value: BaseException, traceback: TracebackType | None
@@ -343,7 +347,7 @@ def _install_guards() -> None:
             _end_all(type(error), error, error.__traceback__)
         if is_last := rank_info.is_initialized():
             _flush()
-            _leave("its script has ended", -1.0)
+            _leave(reason, -1.0)
         elif error is not None:
             return  # other ranks may wait in init(), where this one has failed or will not come
         _finalize(is_last)
@@ -351,7 +355,14 @@ def _install_guards() -> None:
             _flush()
             os._exit(1)
 
-    sys.excepthook = abort_all
+    @functools.wraps(previous_exit)
+    def exit_with_reason(status: Any = None, /) -> NoReturn:
+        nonlocal reason  # no hook hears of a SystemExit
+        if threading.current_thread() is threading.main_thread():
+            reason = _first_line(SystemExit, SystemExit(status)) if status else _NO_REASON
+        previous_exit(status)
+
+    sys.excepthook, sys.exit = abort_all, exit_with_reason
     atexit.register(at_exit)
 
 
@@ -403,7 +414,7 @@ def _other_rank_left(value: BaseException) -> str:
     if type(value).__name__ != "AbortedError":  # of TensorFlow's, or of hvd_keras
         return ""
     line = next((line for line in str(value).splitlines() if " has left the job: " in line), "")
-    return "" if ": its script has ended" in line else line  # then no other error tells why
+    return "" if f": {_NO_REASON}" in line else line  # then no other error tells why
 
 
 def _first_line(kind: type[BaseException], value: BaseException) -> str:
