@@ -7,6 +7,7 @@ rank 0 writes into the folder ``HVD_COMMITS``; hvdrun chooses one for each job t
 
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -139,6 +140,7 @@ class ObjectState:
             *values, attributes = [variable.value for variable in found[1].variables]
             _check_shapes(values, self._values())
             self._saved = attributes.tobytes(), values
+            print(f"hvd_keras: continuing from commit {found[0]}", file=sys.stderr, flush=True)
         if root != 0:
             self._saved = objects.broadcast_object(self._saved, root, name="committed")
         if rank_info.rank() == 0 or found is not None:

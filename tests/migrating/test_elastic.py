@@ -92,6 +92,8 @@ def run(hvdrun: Launcher, text: str, *options: str, size: int = 2, status: int =
     done = hvdrun.run(*job, sys.executable, str(path), timeout=RESTARTING, status=status)
     assert "applies gradients of this rank alone" not in done.stderr
     assert "different weights" not in done.stderr
+    told = done.stderr.count("hvd_keras: continuing from commit ")
+    assert told == ("reset at" in done.stdout), done.stderr
     assert ("a restart loses what State.save keeps" in done.stderr) == ("class State" in text)
     return sorted(done.stdout.splitlines())
 
