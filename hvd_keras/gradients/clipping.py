@@ -49,7 +49,7 @@ def clip(
     if local is not None:
         # Ranks may have different numbers of them, so one number stands for all.
         of_local = [square(gradients[i]) for i in sorted(local) if gradients[i] is not None]
-        of_local = [tf.cast(square, keras.backend.floatx()) for square in of_local]
+        of_local = [tf.cast(one, keras.backend.floatx()) for one in of_local]
         mine.append(tf.add_n(of_local) if of_local else tf.zeros([], keras.backend.floatx()))
     sums: list[Any] = []
     if mine:
@@ -77,9 +77,9 @@ def clip(
     cut = type(optimizer)._clip_gradients(optimizer, [clipped[i] for i in rest])
     for i, gradient in zip(rest, cut, strict=True):
         clipped[i] = gradient
-    for i, square in squares.items():
+    for i, of_all in squares.items():
         scaled = keras.ops.multiply(clipped[i], optimizer.clipnorm)  # sparse ones stay so
-        norm = tf.maximum(tf.sqrt(square), tf.cast(optimizer.clipnorm, square.dtype))
+        norm = tf.maximum(tf.sqrt(of_all), tf.cast(optimizer.clipnorm, of_all.dtype))
         clipped[i] = keras.ops.divide(scaled, norm)
     return clipped
 
