@@ -1,9 +1,11 @@
 """Reads rows by number: of arrays, and of the batches of a ``keras.utils.PyDataset``."""
 
+import contextlib
 import functools
+import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +32,9 @@ class Source:
     read: Any = None
     workers: int = 1  # calls of ``read`` at a time
     spec: Any = None  # a type specification for each part of a row, or an example; lists are tuples
+    # Reads the parts of x of some rows of which ``description`` has y alone; None: it has all.
+    look: Callable[[], list[Any]] | None = None
+    x: str = ""  # the digest of what that returned
     # On TensorFlow makes this rank's batches of the epoch of this number, from this row on: a
     # function of both, scalar int64 tensors, that returns a tf.data.Dataset of batches; for "pad",
     # of pairs (batch, weights), where weights are float32 of shape [batch_size] and 0 for padding.
@@ -116,17 +121,17 @@ def pydataset_reader(source: Any, ends: tuple[Any, Any], flatten: Any, split: Sp
             "these do, such as a shuffle, is left out. Let shuffle=True shuffle."
         )
 
-    def look(batch: Any) -> list[Any]:
+    def parts_in(batch: Any) -> list[Any]:
         return parts_of(with_tuples(batch), flatten)
 
-    batch_size, last = (len(look(batch)[0]) for batch in ends)
+    batch_size, last = (len(parts_in(batch)[0]) for batch in ends)
     length = (number - 1) * batch_size + last
     split, whole = replace(split, length=length, batch_size=batch_size), length // batch_size
 
     def batch(epoch: int, index: int) -> list[Any]:
         if index < whole:
             index = int(order(whole, split.shuffles, split.seed, epoch)[index])
-        parts = look(source[index])
+        parts = parts_in(source[index])
         rows = len(parts[0])
         if rows != min(batch_size, length - index * batch_size):
             text = f"batch {index} of the PyDataset has {rows} rows, the first had {batch_size}."
@@ -151,8 +156,14 @@ def pydataset_reader(source: Any, ends: tuple[Any, Any], flatten: Any, split: Sp
         return [part[numbers % real] for part in parts], weights
 
     workers = max(1, getattr(source, "workers", 1))
-    sample = f"sample {digest(y_of(ends[0], flatten))}"
-    return Source(split, sample, split.shuffles, read, workers, unit=batch_size)
+
+    def look() -> list[Any]:
+        with seeded():
+            return x_of(end_batches(source), flatten)
+
+    sample = f"sample {digest(y_of(ends, flatten))}"
+    x = digest(x_of(ends, flatten))
+    return Source(split, sample, split.shuffles, read, workers, None, look, x, unit=batch_size)
 
 
 def number_of_batches(source: Any) -> int | None:
@@ -160,10 +171,29 @@ def number_of_batches(source: Any) -> int | None:
     return getattr(source, "num_batches", None) if hasattr(source, "num_batches") else len(source)
 
 
-def y_of(batch: Any, flatten: Any) -> list[Any]:
+def y_of(batches: Iterable[Any], flatten: Any) -> list[Any]:
     """The parts of y, because augmentation does not change it; those of x if there is no y."""
-    x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
-    return list(flatten(x if y is None else y))
+    pairs = [keras.utils.unpack_x_y_sample_weight(batch)[:2] for batch in batches]
+    return [part for x, y in pairs for part in flatten(x if y is None else y)]
+
+
+def x_of(batches: Iterable[Any], flatten: Any) -> list[Any]:
+    """The parts of x."""
+    pairs = map(keras.utils.unpack_x_y_sample_weight, batches)
+    return [np.asarray(part) for x, *_ in pairs for part in flatten(x)]
+
+
+@contextlib.contextmanager
+def seeded() -> Iterator[None]:
+    """Let Python's and NumPy's global random numbers be the same on all ranks for a while."""
+    states = random.getstate(), np.random.get_state()
+    random.seed(0)
+    np.random.seed(0)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 def digest(parts: list[Any]) -> str:

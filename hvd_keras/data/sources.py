@@ -149,12 +149,17 @@ _SAME_SOURCE = (
     "Give every rank the same whole source: it gets its share of that. If each rank has rows or "
     "files of its own, use hvd.data.agree_on_steps instead."
 )
-_ADVICE = {
-    "arguments": "Give every rank the same arguments.",
-    "values or orders of rows": f"{_SAME_SOURCE} Random numbers need the same seeds, "
+_SAME_ORDER = (
+    f"{_SAME_SOURCE} Random numbers need the same seeds, "
     "the global one (keras.utils.set_random_seed), too; apply random maps after shard(…). A "
     "dataset that shuffles itself has another order in each pass: look at its rows on all ranks, "
-    "or on none.",
+    "or on none."
+)
+_ROWS, _X = "values or orders of rows", "x of rows with equal y"
+_ADVICE = {
+    "arguments": "Give every rank the same arguments.",
+    _ROWS: _SAME_ORDER,
+    _X: _SAME_ORDER,
 }
 
 
@@ -167,12 +172,13 @@ def check_source(rows: Source, given: str, process_set: ProcessSet) -> None:
         "rows per batch": rows.batch_size,
         "numbers of rows": rows.length,
         "shapes or dtypes of rows": _TENSOR_SPEC.sub(r"\2\1", str(rows.spec)),
-        "values or orders of rows": rows.description,
+        _ROWS: rows.description,
+        _X: rows.x,
     }
     views = agree.gather_json("hvd.data.shard arguments", facts, process_set)
     for what in facts:
         mine = [theirs[what] for theirs in views]
-        if len(set(mine)) > 1:
+        if len(set(mine)) > 1 and (what != _X or _are_other_rows(rows, process_set)):
             raise ValueError(
                 f"hvd.data.shard: the ranks have different {what}: "
                 f"{agree.by_rank(mine, process_set)}. {_ADVICE.get(what, _SAME_SOURCE)}"
@@ -197,6 +203,36 @@ def check_source(rows: Source, given: str, process_set: ProcessSet) -> None:
             "hvd.data.shard: uneven='pad' adds sample weights and so needs y, but the source has "
             f"only x: {rows.spec}. Use 'share' or 'trim'."
         )
+
+
+def _are_other_rows(rows: Source, process_set: ProcessSet) -> bool:
+    """Whether rows of equal y and different x are other rows on other ranks.
+
+    A map or a PyDataset may make x at random, so x says that only if it is the same each time.
+    """
+
+    def look() -> list[list[Any]]:
+        assert rows.look is not None
+        return [rows.look(), rows.look()]
+
+    x, again = agree.on_all_ranks("hvd.data.shard", look, process_set)
+    shapes, digests = [part.shape for part in x], [reading.digest([part]) for part in x]
+    mine = [reading.digest(x) == reading.digest(again), shapes, digests]
+    views = agree.gather_json("hvd.data.shard x", mine, process_set)
+    if not all(is_constant for is_constant, *_ in views):
+        if rows.reads and not rows.split.rank:
+            log.warn_once(
+                "hvd.data.shard: the ranks' first rows have equal y and different x, which changes "
+                "in each pass. If a map changes x at random, apply it after shard(…), where each "
+                "rank does so for its own rows alone. If the order is random, give it the same "
+                "seed on all ranks: now some rows are used several times and others never."
+            )
+        return False
+    call = {"process_set": process_set.id(), "name": "hvd.data.shard x"}
+    differing = [i for i in range(len(x)) if len({theirs[2][i] for theirs in views}) > 1]
+    # Another kind of processor may round otherwise.
+    are_like = all(theirs[1] == views[0][1] for theirs in views)
+    return not (are_like and all(agree.is_rounding(x[i], call) for i in differing))
 
 
 def steps(
@@ -249,6 +285,20 @@ def check_sets(gathered: list[list[str]], process_set: ProcessSet) -> None:
             f"the ranks {process_set.text()} train or validate together, but hvd.data.shard has "
             f"divided their data among other ranks ({agree.by_rank(shown, process_set)}), so rows "
             "are left out or used twice. Give hvd.data.shard the process_set of the optimizer."
+        )
+
+
+def check_caches(gathered: list[Any]) -> None:
+    """Raise ValueError if several ranks of a host, of which each gave [host, name], write a file.
+
+    That is what ``cache`` does in its first pass.
+    """
+    files = [tuple(file) for theirs in gathered for file in theirs]
+    if shared := {name for host, name in files if files.count((host, name)) > 1}:
+        raise ValueError(
+            f"dataset.cache({min(shared)!r}) is one file for several ranks, which would all write "
+            "it, after hvd.data.shard with different rows. Name it by rank, "
+            "dataset.cache(f'{file}-{hvd.rank()}-of-{hvd.size()}'), or cache in memory."
         )
 
 

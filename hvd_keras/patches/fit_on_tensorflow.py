@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import socket
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -77,8 +76,7 @@ def prepare(own: Fit, dataset: Any) -> None:
     if process_set.size() > 1:
         own.source = _source_rows(dataset)
         sharded = filter(passes_of, (dataset, own.arguments["validation_data"]))
-        names = [name for one in sharded for name in datasets.cache_files(one)]
-        own.caches = [[socket.gethostname(), name] for name in names]
+        own.caches = [file for one in sharded for file in datasets.cache_files(one)]
     averaging = model_ranks.step_set_of(model) or process_set
     # Before callbacks broadcast or restore, and before the ranks compare what they train.
     every = model_ranks.optimizers_of(model, within=True)

@@ -16,7 +16,7 @@ from hvd_keras import observe
 from hvd_keras.data import sources
 from hvd_keras.gradients import missing_calls, model_ranks, specs, values
 from hvd_keras.patches import keras_callbacks
-from hvd_keras.runtime import agree, rank_info, settings
+from hvd_keras.runtime import agree, log, rank_info, settings
 from hvd_keras.runtime.keras import (
     KERAS_VERSIONS,
     PyDataset,
@@ -224,6 +224,10 @@ def evaluate(
     if given is None and args:
         with contextlib.suppress(TypeError):  # which evaluate raises, too
             given = signature.bind(model, *args, **kwargs).arguments.get("callbacks")
+    every = backend.passes_of(kwargs.get("x", args[0] if args else None))
+    is_shuffled = is_predict and any(passes.source.is_shuffled for passes in every)
+    if is_shuffled and rank_info.is_initialized() and rank_info.rank() == 0:
+        log.warn_once(_PREDICTS_SHUFFLED)
     if not rank_info.is_initialized() or (is_predict and given is None):
         return evaluate_alone(model, *args, **kwargs)
     if fit_state.validation.get() is not None:  # a callback of that calls this one
@@ -234,7 +238,7 @@ def evaluate(
     if process_set is None or process_set.size() == 1:
         return evaluate_alone(model, *args, **kwargs)
     if not is_predict:
-        _check_padding(backend.passes_of(kwargs.get("x", args[0] if args else None)), process_set)
+        _check_padding(every, process_set)
     with contextlib.ExitStack() as stack:
         if callbacks and not in_fit:
             keras_callbacks.refuse(callbacks, model, process_set)
@@ -252,6 +256,13 @@ def evaluate(
         if validates:
             stack.enter_context(_validating(backend, model, process_set, in_fit))
         return evaluate_alone(model, *args, **kwargs)
+
+
+_PREDICTS_SHUFFLED = (
+    "predict got data of hvd.data.shard that are shuffled, so its rows are in another order than "
+    "the source's, and are this rank's alone. Give it all rows, without hvd.data.shard, or to "
+    "divide them, hvd.data.shard(…, shuffle=False)."
+)
 
 
 @contextlib.contextmanager
@@ -413,13 +424,7 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
             "x and validation_data are made of one hvd.data.shard, and repeat, so validation would "
             "take passes from training. Call hvd.data.shard once more for validation_data."
         )
-    caches = [tuple(one) for theirs in gathered for one in theirs["caches"]]
-    if shared := {name for host, name in caches if caches.count((host, name)) > 1}:
-        raise ValueError(
-            f"dataset.cache({min(shared)!r}) is one file for several ranks, which have different "
-            "rows. Name it by rank, dataset.cache(f'{file}-{hvd.rank()}-of-{hvd.size()}'), or "
-            "cache in memory."
-        )
+    sources.check_caches([theirs["caches"] for theirs in gathered])
     of_ranks = [theirs["sizes"] for theirs in gathered]
     if any(rounds.alone for rounds in model_ranks.rounds_of(model)):
         counts = False

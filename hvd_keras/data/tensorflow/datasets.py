@@ -9,6 +9,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -57,13 +58,13 @@ def dataset_source(source: Any, split: Split) -> Source:
         raise ValueError("batch_size=None, expected rows per rank and step, as in batch_size=32.")
     seeds = seeds_of(source, alone=split.size == 1)
     description = f"{batched=}, shuffles with the seeds {seeds}"
+    looked = (source, 1) if batched else (source.batch(1), _COMPARED)
     some: list[Any] = []
     # Of a dataset that shuffles itself this also shows whether one rank has begun more passes of it
     # than others, for example to look at some rows. All numbers of ranks begin equally many.
     if split.uneven == "pad" or split.size > 1 or seeds:
-        some = _first(source, 1) if batched else _first(source.batch(1), _COMPARED)
-    parts = [part for one in some for part in reading.y_of(one, arrays.flatten)]
-    description += f", first elements {reading.digest(parts)}"
+        some = _first(*looked)
+    description += f", first elements {reading.digest(reading.y_of(some, arrays.flatten))}"
     known = int(source.cardinality()) >= 0
     length, own_size, counts = _measure(source) if batched else (_length(source), None, None)
     if length == 0:
@@ -119,6 +120,8 @@ def dataset_source(source: Any, split: Split) -> Source:
 
     of, is_shuffled = source.element_spec, bool(shuffle or seeds)
     made = Source(split, description, is_shuffled, spec=of, batches=batches, reads=True)
+    made.look = lambda: reading.x_of(_first(*looked), arrays.flatten)
+    made.x = reading.digest(reading.x_of(some, arrays.flatten))
     unit = size if counts is None else 0
     return dataclasses.replace(made, counts=counts, unit=unit) if whole_batches else made
 
@@ -130,20 +133,25 @@ def _mine(
 
     If these are fewer, copies of the first element of ``first``, a batch, are added.
     """
-    mine = source.shard(split.size, split.rank)
-    own = (number - split.rank + split.size - 1) // split.size  # rounded up: earlier ranks first
     # Read to the end: only then is a cache complete, and the number of elements checked.
-    if any(kind_of(node) in ("AssertCardinality", "Cache") for node in nodes(source)):
-        mine = mine.enumerate().filter(lambda place, element: place < wanted)
-        mine = mine.map(lambda place, element: element)
-    else:
-        mine = mine.take(wanted)
+    to_the_end = any(kind_of(node) in ("AssertCardinality", "Cache") for node in nodes(source))
+    # A map would make a row of a ragged tensor a dense one, but not a batch of one.
+    specs = tf.nest.flatten(source.element_spec)
+    is_ragged = any(isinstance(spec, tf.RaggedTensorSpec) for spec in specs)
+
+    def take(elements: tf.data.Dataset) -> tf.data.Dataset:
+        if not to_the_end:
+            return elements.take(wanted)
+        numbered = (elements.batch(1) if is_ragged else elements).enumerate()
+        taken = numbered.filter(lambda place, element: place < wanted)
+        taken = taken.map(lambda place, element: element)
+        return taken.unbatch() if is_ragged else taken
+
+    mine = take(source.shard(split.size, split.rank))
     if first is None:
         return mine
-    part = tf.nest.map_structure(
-        lambda part: part if isinstance(part, tf.SparseTensor) else part[:1], first
-    )
-    fill = tf.data.Dataset.from_tensors(part).unbatch().take(1)
+    own = (number - split.rank + split.size - 1) // split.size  # rounded up: earlier ranks first
+    fill = take(tf.data.Dataset.from_tensors(first).unbatch().take(1))
     return mine.concatenate(fill.repeat(tf.maximum(wanted - own, 0)))
 
 
@@ -189,10 +197,10 @@ def _is_small(tensor: Any) -> bool:
     return tensor.dtype not in (tf.resource, tf.variant) and size is not None and size < 1000
 
 
-def cache_files(source: Any) -> list[str]:
-    """Return the names of the files in which a dataset caches elements."""
+def cache_files(source: Any) -> list[tuple[str, str]]:
+    """Return host and name of the files in which a dataset caches elements."""
     names = [node._filename.numpy().decode() for node in nodes(source) if kind_of(node) == "Cache"]
-    return list(filter(None, names))
+    return [(socket.gethostname(), name) for name in names if name]
 
 
 def _with_weights(mine: Any, left: Any, split: Split) -> tf.data.Dataset:

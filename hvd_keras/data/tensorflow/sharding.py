@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from numbers import Integral
@@ -114,6 +115,10 @@ def shard(
     keeps_size = uneven is None and datasets.has_static_batches(source)
     mode = uneven or ("trim" if keeps_size else "share")
     source = opened(source, Records, process_set)
+    files = datasets.cache_files(source) if isinstance(source, tf.data.Dataset) else []
+    # A file that has its index is complete, and only read.
+    files = [(host, name) for host, name in files if not os.path.exists(f"{name}.index")]
+    sources.check_caches(agree.gather_json("hvd.data.shard caches", files, process_set))
 
     def look() -> Source:
         rank, ranks = process_set.rank(), process_set.size()

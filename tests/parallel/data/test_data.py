@@ -294,8 +294,44 @@ def test_same_shapes_with_other_values_are_refused_on_all_ranks() -> None:
         rows = tf.data.Dataset.from_tensor_slices((x, labels))
         assert "first elements" in error_of(data.shard, rows, batch_size=2)
     assert "sample" in error_of(data.shard, Batches(x, other))
-    augmented = np.random.default_rng(RANK).normal(size=(9, 2))  # x may differ, y may not
-    assert len(data.shard(Batches(augmented, y), uneven="pad")) >= 1
+
+
+class Augmented(Batches):
+    """Adds noise to x: of NumPy's global generator, or of one of its own."""
+
+    draw = staticmethod(np.random.normal)
+
+    def __getitem__(self, index: int):
+        x, y = super().__getitem__(index)
+        return x + self.draw(size=x.shape), y
+
+
+@several
+def test_rows_of_equal_labels_in_another_order_are_refused_unless_x_is_random(warned) -> None:
+    x, y = np.arange(9, dtype="float32"), np.zeros(9, "int32")
+    other = np.roll(x, RANK)
+    names = tf.data.Dataset.from_tensor_slices(([f"{row}.png" for row in other], y))
+    text = "different x of rows with equal y"
+    assert text in error_of(data.shard, names, batch_size=2)
+    for source in names.batch(2), Batches(other, y), Augmented(other, y):
+        assert text in error_of(data.shard, source)
+
+    np.random.seed(RANK)
+    own = Augmented(x, y)
+    own.draw = np.random.default_rng(RANK).normal
+    rounded = Batches(x * np.float32(1 + 1e-7 * RANK), y)  # as by another processor
+    for source in Augmented(x, y), own, rounded:
+        assert len(data.shard(source, uneven="pad")) > 0
+    drawn = agree.gather_json("drawn", float(np.random.normal()))
+    assert len(set(drawn)) == SIZE  # the script's random numbers go on
+    assert not warned
+
+    def shuffled():
+        yield from zip(np.random.permutation(x), y, strict=True)
+
+    specs = tf.TensorSpec((), tf.float32), tf.TensorSpec((), tf.int32)
+    data.shard(tf.data.Dataset.from_generator(shuffled, output_signature=specs), batch_size=2)
+    assert ["give it the same seed" in text for text in warned] == [True] * (RANK == 0)
 
 
 def test_tensors_dicts_ragged_tensors_and_strings_are_sources() -> None:

@@ -167,6 +167,24 @@ def test_dataset_of_unknown_length_ends_after_the_same_step_on_all_ranks(make) -
     assert "whole steps" in error_of(data.shard, make(), batch_size=BATCH, uneven="error")
 
 
+@pytest.mark.parametrize("batch_size", [None, 3])
+def test_batches_of_ragged_and_sparse_rows_are_filled_for_pad(batch_size) -> None:
+    def as_rows(x):  # x numbers of the value x
+        ragged = tf.RaggedTensor.from_row_lengths(tf.repeat(x, x), x)
+        return {"ragged": ragged, "sparse": ragged.to_sparse()}, -x
+
+    numbers = tf.data.Dataset.range(LENGTH).filter(lambda x: x >= 0)  # of unknown length
+    dataset = data.shard(numbers.batch(BATCH).map(as_rows), batch_size=batch_size, uneven="pad")
+    seen = []
+    for rows, y, weights in dataset:
+        for row in np.flatnonzero(weights):
+            seen.append(-int(y[row]))
+            assert rows["ragged"][row].numpy().tolist() == seen[-1:] * seen[-1]
+            assert tf.sparse.to_dense(rows["sparse"]).numpy()[row].sum() == seen[-1] ** 2
+    everyone = agree.gather_json("seen", seen)
+    assert sorted(row for theirs in everyone for row in theirs) == list(range(LENGTH))
+
+
 def test_padded_batches_are_padded_anew_where_they_are_mixed() -> None:
     rows = rows_dataset().map(lambda x, y: (tf.fill([x % 5 + 1], 7), y))
     values = np.int32(-1), np.int64(0)
