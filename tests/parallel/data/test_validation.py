@@ -40,6 +40,17 @@ def test_padding_for_training_is_told_in_validation(warned) -> None:
         assert tells == (not evaluation and SIZE > 1 and hvd.rank() == 0)
 
 
+def test_predictions_of_shuffled_rows_are_told(warned) -> None:
+    model = compiled()
+    shuffled = hvd.data.shard((X, Y), batch_size=BATCH)
+    in_order = hvd.data.shard(X, batch_size=BATCH, shuffle=False)
+    model.evaluate(shuffled, verbose=0)
+    for data, rows in ((X, ROWS), (in_order, ROWS // SIZE), (shuffled, ROWS // SIZE)):
+        assert warned == []
+        assert len(model.predict(data, verbose=0)) == rows
+    assert ["predict got data" in text for text in warned] == [True] * (hvd.rank() == 0)
+
+
 def test_validation_begins_with_the_same_pass_on_all_ranks() -> None:
     """Also of data of which a prefetch has begun more passes on one rank."""
     model, average = compiled(), hvd.callbacks.MetricAverageCallback()
