@@ -115,7 +115,8 @@ def _within(value: Any, generators: bool) -> Iterable[tuple[str, Any]]:
             parts = list(filter(_is_variable, parts))
         return [(f"[{number}]", one) for number, one in enumerate(parts)]
     if kind is types.FunctionType:
-        return _outside(value)
+        # Of a weighed step, what it calls: the rest is hvd_keras's.
+        return [("", value._hvd_alone)] if hasattr(value, "_hvd_alone") else _outside(value)
     home = kind.__module__.partition(".")[0]
     is_holder = isinstance(value, optimizer_classes) or kind.__name__ in _HOLDERS
     is_holder |= generators and isinstance(value, keras.random.SeedGenerator)
