@@ -188,7 +188,7 @@ def refuse_parts(variables: Iterable[Any], advice: str = _SAVE) -> None:
 
 
 def stored(variable: Any) -> Any:
-    """Return what a file has of a variable at first. Raises as ``refuse_parts``, of any part."""
+    """Return what a file has of a variable at first. Raises as ``refuse_parts``."""
     place = saving_places.get().get(variable_id(variable))
     if place is None:
         refuse_parts([variable])

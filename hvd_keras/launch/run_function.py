@@ -116,7 +116,7 @@ def _follow(
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     how: Any = {**pipes, "start_new_session": True, **process}
     with subprocess.Popen(command, **how) as hvdrun, ThreadPoolExecutor() as relays:
-        relays.submit(_relay, hvdrun.stdout, "stdout", show)
+        shown = relays.submit(_relay, hvdrun.stdout, "stdout", show)
         own = relays.submit(_relay, hvdrun.stderr, "stderr", show)
         try:
             status = hvdrun.wait()
@@ -124,6 +124,7 @@ def _follow(
             hvdrun.terminate()  # SIGINT may be ignored, as in the background of a shell's script
             hvdrun.wait()
             raise
+    shown.result()  # raises what ``show`` has raised
     lines = own.result()
     causes = [i for i, line in enumerate(lines) if re.match("hvdrun: .* failed first", line)]
     first = max(0, causes[-1] - _BEFORE) if causes else -_LAST

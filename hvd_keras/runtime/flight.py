@@ -37,7 +37,8 @@ def _libraries() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
     here = pathlib.Path(__file__).parents[1]
     ours = {str(here), str(here.with_name("callbacks"))}  # the latter in an editable installation
-    found = {paths["stdlib"], paths["purelib"], paths["platlib"], *ours}
+    added = [path for path in sys.path if path.endswith("-packages")]  # of the user, of Debian
+    found = {paths["stdlib"], paths["purelib"], paths["platlib"], *added, *ours}
     return tuple(os.path.realpath(path) + os.sep for path in found)
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from hvd_keras.launch.follow.outcome import Report, describe_apart, judge, time_to_end
 from hvd_keras.launch.onhost.limits import TIE
+from hvd_keras.runtime import flight
 from hvd_keras.runtime.settings import FOLLOWERS, MPI_LOST
 
 
@@ -185,3 +186,11 @@ def test_a_daemon_that_died_first_may_be_reported_after_a_rank_that_failed_becau
     assert (verdict.status, verdict.culprit) == (1, None)
     reports[1].orphaned = 10.0 + 2 * TIE
     assert judge(reports, 1).lines[0] == "rank 0 on a failed first: exit status 3"
+
+
+def test_a_package_of_any_folder_is_no_script(monkeypatch, tmp_path) -> None:
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")  # as of a user, or another venv
+    monkeypatch.setattr(flight, "_libraries", flight._libraries.__wrapped__)
+    is_script = flight.is_script.__wrapped__
+    assert not is_script(str(tmp_path / "site-packages" / "keras" / "ops.py"))
+    assert is_script(str(tmp_path / "train.py"))

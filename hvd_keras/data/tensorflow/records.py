@@ -10,6 +10,8 @@ import functools
 import os
 import pathlib
 import secrets
+import tokenize
+import zipfile
 from typing import Any
 
 import numpy as np
@@ -95,8 +97,10 @@ class Records:
 
 
 def _load(index: pathlib.Path, indexed: list[int]) -> Any:
-    """Return the offsets of an index; None if it is missing, cut off, or another file's."""
-    with contextlib.suppress(OSError, ValueError, EOFError):
+    """Return the offsets of an index; None if it is missing, damaged, or another file's."""
+    # Read as another format, damaged bytes raise errors of that.
+    errors = OSError, ValueError, EOFError, tokenize.TokenError, zipfile.BadZipFile
+    with contextlib.suppress(*errors):
         found = np.load(index, mmap_mode="r")
         if found[:2].tolist() == indexed:
             return found[2:]

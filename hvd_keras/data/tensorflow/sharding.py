@@ -113,7 +113,7 @@ def shard(
     # Returns no PyDataset, because fit would shuffle its batches again, differently on each rank.
     process_sets.check(process_set, "data.shard")
     keeps_size = uneven is None and datasets.has_static_batches(source)
-    mode = uneven or ("trim" if keeps_size else "share")
+    mode = ("trim" if keeps_size else "share") if uneven is None else uneven
     source = opened(source, Records, process_set)
     files = datasets.cache_files(source) if isinstance(source, tf.data.Dataset) else []
     # A file that has its index is complete, and only read.

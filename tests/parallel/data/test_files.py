@@ -302,7 +302,9 @@ def test_an_index_is_kept_and_not_trusted_when_its_file_has_changed(pattern: str
     if RANK == 0:
         more = write(folder / "more", [LENGTH, 9])
         os.replace(more.replace("*", "part-001"), pattern.replace("*", "part-007"))
-        (folder / ".part-005.tfrecord.hvd-index").write_bytes(b"no index")
+        header = b"\x93NUMPY\x01\x00\x10\x00{'descr': '<i8', \n"
+        for number, damaged in (0, b"no index"), (3, b"PK\x03\x04"), (5, header):
+            (folder / f".part-00{number}.tfrecord.hvd-index").write_bytes(damaged)
     hvd.barrier()
     rows = joined(of_all(shard(pattern, uneven="pad", shuffle=False)))
     assert set(rows) == {*range(LENGTH - TOGETHER), *range(LENGTH, LENGTH + 9)}
