@@ -343,6 +343,7 @@ def test_all_ranks_export_to_one_path(directory: pathlib.Path) -> None:
     """All write at once; none reads a folder before all have written it."""
     model = compiled(training.dense_model())
     fit(model, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    training.set_weights(model, seed=3)
     x, _ = training.data(model, SIZE)
     expected = model(x).numpy()
     tree = tf.Module()
@@ -355,7 +356,7 @@ def test_all_ranks_export_to_one_path(directory: pathlib.Path) -> None:
         model.save_weights(directory / "model.weights.json", max_shard_size=1.4e-7)
         agree.gather_json("export is read", None)
         loaded = tf.saved_model.load(directory / "exported")  # which must live as long as `serve`
-        np.testing.assert_allclose(loaded.serve(x), expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(loaded.serve(x), expected, rtol=1e-5)
         for mine, theirs in zip(
             tree.weights, tf.saved_model.load(directory / "tree").weights, strict=True
         ):

@@ -319,7 +319,7 @@ def _optimizer(model: Any, spec: View, side: Side, noise: float) -> Any:
         options["ema_overwrite_frequency"] = 2 if spec.option == "ema_overwrites" else None
     elif spec.option != "none":
         options[spec.option] = VALUES[spec.option]
-    if name == "RMSprop":
+    if name == "RMSprop" and spec.body != "embedding":  # there, it updates rows by themselves
         options["momentum"] = 0.5
     if name == "Momentum":
         name, options = "SGD", {**options, "momentum": 0.8}

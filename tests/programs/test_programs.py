@@ -35,6 +35,7 @@ SHORT = {
     "each optimizer has slots of what it updates": of(
         step="second", restart="epoch", option="use_ema", optimizer="Adam"
     ),
+    "Adagrad squares each gradient of a row": of(body="embedding", optimizer="Adagrad"),
     "a tape in a loop": of(body="embedding", step="tape", then=["loop"]),
     "a tape that XLA compiles": of(mode="xla", step="tape", then=["loop"]),
     "statistics count rows": of(body="batchnorm", data="local", unequal=True),

@@ -27,7 +27,7 @@ def _next_collective_is_right():
 # What rank 0 calls with 0, and the others with 1.
 DIFFER = [
     (lambda i: hvd.allreduce(tf.ones(2 + i)), ["[2]", "[3]"]),
-    (lambda i: hvd.allreduce(tf.ones(2, f"float{32 << i}")), ["float32[2]", "float64[2]"]),
+    (lambda i: hvd.allreduce(tf.ones(2, ["float32", "float64"][i])), ["float32[2]", "float64[2]"]),
     (lambda i: hvd.allreduce(tf.ones(2), op=[hvd.Sum, hvd.Max][i]), ["op=Sum", "op=Max"]),
     (
         lambda i: hvd.allreduce(tf.ones(2), prescale_factor=[0.25, 0.5][i]),
