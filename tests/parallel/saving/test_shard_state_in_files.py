@@ -93,7 +93,7 @@ def test_a_saved_model_has_a_plain_optimizer_with_its_whole_state(directory) -> 
         slots = h5py.File(file)["second/vars"]
         shapes = [slots[str(i)].shape for i in range(2, len(slots))]
     assert shapes == [tuple(v.shape) for v in model.trainable_variables]
-    with pytest.raises(ValueError, match=r"has a part of adam/\S+ only. Use hvd.save_model"):
+    with pytest.raises(ValueError, match=r"has a part of adam\S*/\S+ only. Use hvd.save_model"):
         model.save(directory / f"{RANK}.keras")
     with pytest.raises((ValueError, RuntimeError), match=r"Use hvd.save_model"):
         train(model, None, hvd.callbacks.ModelCheckpoint(directory / "2.keras"), epochs=1)
