@@ -420,7 +420,6 @@ def broadcast_variables(
         values = grouped_broadcast(values, root_rank, f"variables {number}", process_set)
         for variable, value in zip(bucket, values, strict=True):
             variable.assign(value)
-            variable.value._hvd_broadcast = True
         missing_calls.synchronized.add(*bucket)
     seeds = [v for v in variables if specs.common_path(v.path).endswith("seed_generator_state")]
     give_each_rank_its_own_randomness(seeds, process_set)

@@ -20,6 +20,7 @@ from hvd_keras.data.sources import Passes
 from hvd_keras.data.split import Split, order
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
+from hvd_keras.training import sampled_rows
 
 __all__ = ["agree_on_steps", "files", "shard"]
 
@@ -193,9 +194,7 @@ def _of_loader(loader: DataLoader, split: Split) -> tuple[Source, Any, dict[str,
             "hvd.data.shard needs the whole: leave the sampler out, DataLoader(dataset, "
             "batch_size, shuffle=True)."
         )
-    shuffles = isinstance(sampler, kinds.RandomSampler)
-    has_all = not getattr(sampler, "replacement", False) and len(sampler) == len(dataset)
-    if has_all and (shuffles or isinstance(sampler, kinds.SequentialSampler)):
+    if (shuffles := shuffles_all(loader)) is not None:
         is_shuffled, length = shuffles if shuffle is None else bool(shuffle), len(dataset)
         order_of: Callable[[int], Any] = functools.partial(order, length, is_shuffled, seed)
         drawn = ""
@@ -209,12 +208,38 @@ def _of_loader(loader: DataLoader, split: Split) -> tuple[Source, Any, dict[str,
         raise ValueError("the DataLoader has no rows.")
     row = loader.collate_fn([dataset[int(order_of(0)[0])]])
     split = replace(split, length=length, batch_size=loader.batch_size)
-    sample = f"sample {reading.digest(reading.y_of(row, _arrays))}{drawn}"
+    sample = f"sample {reading.digest(reading.y_of([row], _arrays))}{drawn}"
     reader = reading.numbered_rows_reader(lambda rows: rows, order_of, split, sample, is_shuffled)
-    names = ["num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"]
-    names += ["prefetch_factor", "persistent_workers"] if loader.num_workers else []
     pack = functools.partial(reading.fetched, dataset, loader.collate_fn)
-    return reader, _spec(row), {"pack": pack, **{name: getattr(loader, name) for name in names}}
+    return reader, _spec(row), {"pack": pack, **_loading(loader)}
+
+
+def shuffles_all(loader: DataLoader) -> bool | None:
+    """Whether a DataLoader shuffles all rows; None: it may not give each of them once."""
+    sampler = loader.sampler
+    kinds = torch.utils.data.RandomSampler, torch.utils.data.SequentialSampler
+    is_known = loader.batch_size is not None and isinstance(sampler, kinds)
+    is_known = is_known and not getattr(sampler, "replacement", False)
+    has_all = is_known and len(sampler) == len(loader.dataset)
+    return isinstance(sampler, kinds[0]) if has_all else None
+
+
+def _loading(loader: DataLoader) -> dict[str, Any]:
+    """How a DataLoader loads, for another one."""
+    names = ["num_workers", "pin_memory", "timeout", "multiprocessing_context"]
+    names += ["prefetch_factor", "persistent_workers"] if loader.num_workers else []
+    info = torch.utils.data.get_worker_info
+    init = sampled_rows.init_of(loader.worker_init_fn, loader.dataset, info)
+    return {"worker_init_fn": init} | {name: getattr(loader, name) for name in names}
+
+
+def samples(loader: DataLoader) -> list[Any]:
+    """Read for ``sampled_rows.described`` in a worker, if rows are read in workers."""
+    by_seed, options = sampled_rows.batch_by_seed, _loading(loader)
+    pack = functools.partial(by_seed, torch.manual_seed, loader.dataset, loader.collate_fn)
+    options |= {"num_workers": min(1, loader.num_workers), "generator": torch.Generator()}
+    options |= {"sampler": [(seed, None) for seed in sampled_rows.SEEDS], "collate_fn": _same}
+    return list(map(_arrays, DataLoader(_Batches(pack, False, 2), batch_size=None, **options)))
 
 
 def _drawn(sampler: Any, seed: int, epoch: int) -> Any:

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
 
 from hvd_keras.data.sources import Passes
 from hvd_keras.gradients import missing_calls
@@ -17,9 +18,10 @@ from hvd_keras.runtime import agree, rank_info
 from hvd_keras.runtime.keras import replace, require
 from hvd_keras.runtime.reductions import Average
 from hvd_keras.saving import storage
-from hvd_keras.torch import losses
+from hvd_keras.torch import data, losses
 from hvd_keras.torch.losses import weighed
 from hvd_keras.torch.optimizer import note_gradients
+from hvd_keras.training import sampled_rows
 from hvd_keras.training.fit_state import Backend, Fit, running
 
 
@@ -54,8 +56,9 @@ def install(backend: Backend) -> None:
 def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     every = [one for group in optimizer.param_groups for one in group["params"]]
     # Others, such as an adversarial example, may be of this rank.
-    shared = [one for one in every if one.grad is not None and hasattr(one, "_hvd_broadcast")]
-    if shared:
+    shared = [one for one in every if one.grad is not None and isinstance(one, torch.nn.Parameter)]
+    of_torch = torch.distributed  # whose DistributedDataParallel averages gradients itself
+    if shared and not (of_torch.is_available() and of_torch.is_initialized()):
         missing_calls.check_update(optimizer, [one.grad for one in shared], shared)
 
 
@@ -149,6 +152,10 @@ def prepare(own: Fit, source: Any) -> None:
     own.passes = () if own.begins_anew else passes
     own.seekable = source if passes and hasattr(source, "seek") and steps is None else None
     wrapped, several = keras.layers.TorchModuleWrapper, own.process_set.size() > 1
+    is_plain = type(source) is DataLoader and data.shuffles_all(source) is not None
+    if several and steps is None and is_plain:
+        read = functools.partial(data.samples, source)
+        own.source = sampled_rows.described(len(source.dataset), read)
     modules = [one.module for one in own.model._flatten_layers() if isinstance(one, wrapped)]
     buffers = [name for module in modules for name, _ in module.named_buffers()]
     if several and any(name.endswith("running_mean") for name in buffers):

@@ -2,7 +2,6 @@
 
 import contextlib
 import contextvars
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -20,27 +19,7 @@ from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.torch import trials
 from hvd_keras.torch.collectives import allgather
 from hvd_keras.training import fit_state, halves
-
-
-@dataclasses.dataclass(frozen=True)
-class Weighing:
-    """The losses of a model that several ranks train."""
-
-    model: Any
-    process_set: ProcessSet
-    averages: bool  # gradients are averaged, not summed
-    validates: bool
-
-    def is_exact(self) -> bool:
-        """Whether all ranks take this step."""
-        validation = fit_state.validation.get()
-        return not self.validates or bool(validation and validation.is_together)
-
-    def counts_rows(self) -> bool:
-        """Whether the ranks may train on different numbers of rows."""
-        counts = self.model in fit_state.counting_rows or fit_state.running(self.model) is None
-        return counts and self.averages and not self.validates
-
+from hvd_keras.training.fit_state import Weighing
 
 # Regularizers that add up rows; the mean of the ranks' is that of one process.
 _SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)

@@ -166,6 +166,26 @@ def trace_anew(model: Any) -> None:
         model.train_function = made
 
 
+@dataclasses.dataclass(frozen=True)
+class Weighing:
+    """The losses of a model that several ranks train."""
+
+    model: Any
+    process_set: ProcessSet
+    averages: bool  # gradients are averaged, not summed
+    validates: bool
+
+    def is_exact(self) -> bool:
+        """Whether all ranks take this step."""
+        own = validation.get()
+        return not self.validates or bool(own and own.is_together)
+
+    def counts_rows(self) -> bool:
+        """Whether the ranks may train on different numbers of rows."""
+        counts = self.model in counting_rows or running(self.model) is None
+        return counts and self.averages and not self.validates
+
+
 # The threads in which ranks of a process set run fit, by its id.
 _threads: dict[int, int] = {}
 

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import torch
 from torch.utils.data import DataLoader as Loader
-from torch.utils.data import TensorDataset, WeightedRandomSampler
+from torch.utils.data import TensorDataset, WeightedRandomSampler, get_worker_info
 
 import hvd_keras as hvd
 
@@ -127,10 +127,17 @@ def weighted(rows):
     return loader(rows, sampler=WeightedRandomSampler(weights, 150, generator=random))
 
 
+def find_dataset(worker):
+    assert len(get_worker_info().dataset.tensors) == 2  # as without hvd.data.shard
+
+
 # What hvd.data.shard gets, by rows per rank and step.
 SOURCES = {
     "loader": (loader, {}),
-    "workers": (lambda rows: loader(rows, num_workers=1, drop_last=True), {}),
+    "workers": (
+        lambda rows: loader(rows, num_workers=1, drop_last=True, worker_init_fn=find_dataset),
+        {},
+    ),
     "sampler": (weighted, {"seed": 5}),
     "dataset": (lambda rows: loader(rows).dataset, {"batch_size": ...}),
 }
