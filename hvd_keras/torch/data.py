@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 from hvd_keras.data import reading, sources
 from hvd_keras.data import row_files as of_files
@@ -210,6 +210,8 @@ def _of_loader(loader: DataLoader, split: Split) -> tuple[Source, Any, dict[str,
     split = replace(split, length=length, batch_size=loader.batch_size)
     sample = f"sample {reading.digest(reading.y_of([row], _arrays))}{drawn}"
     reader = reading.numbered_rows_reader(lambda rows: rows, order_of, split, sample, is_shuffled)
+    reader.x = reading.digest(reading.x_of([row], _arrays))
+    reader.look = lambda: sampled_rows.undisturbed(lambda: samples(loader)[0])
     pack = functools.partial(reading.fetched, dataset, loader.collate_fn)
     return reader, _spec(row), {"pack": pack, **_loading(loader)}
 
@@ -228,8 +230,7 @@ def _loading(loader: DataLoader) -> dict[str, Any]:
     """How a DataLoader loads, for another one."""
     names = ["num_workers", "pin_memory", "timeout", "multiprocessing_context"]
     names += ["prefetch_factor", "persistent_workers"] if loader.num_workers else []
-    info = torch.utils.data.get_worker_info
-    init = sampled_rows.init_of(loader.worker_init_fn, loader.dataset, info)
+    init = sampled_rows.init_of(loader.worker_init_fn, loader.dataset, get_worker_info)
     return {"worker_init_fn": init} | {name: getattr(loader, name) for name in names}
 
 

@@ -23,19 +23,25 @@ def described(rows: int, read: Callable[[], Sequence[list[Any]]]) -> list[int] |
         read: returns the parts of a batch of some rows, read by the first of SEEDS, and again by
             the other; may seed the global random generators.
     """
-    drawn = per_rank.random_state()
     try:
-        one, other = read()
+        one, other = undisturbed(read)
         hashes = values.row_hashes(one)
         pairs = [tuple(map(values.row_hashes, pair)) for pair in zip(one, other, strict=True)]
     except Exception as error:  # training raises it, too
         log.logger.debug("rows cannot be compared: %r", error)
         return None
-    finally:
-        per_rank.set_random_state(drawn)
     # Rows that are random as a whole, without even labels that stay, are others on each rank.
     stays = any(first and first == again for first, again in pairs)
     return [rows, *hashes] if hashes and stays else None
+
+
+def undisturbed(read: Callable[[], Any]) -> Any:
+    """Return what a function returns that may seed the global random generators; put them back."""
+    drawn = per_rank.random_state()
+    try:
+        return read()
+    finally:
+        per_rank.set_random_state(drawn)
 
 
 def batch_by_seed(

@@ -183,6 +183,31 @@ def test_ranks_that_train_separately_are_an_error_or_warned_of(hvdrun) -> None:
     assert "ValueError: hvd_keras: all 2 ranks train on the same rows" in job.stderr
 
 
+def test_loaders_of_equal_labels_in_another_order_are_refused(hvdrun) -> None:
+    script = """
+        import torch
+        from torch.utils.data import DataLoader, Dataset
+
+        class Rows(Dataset):
+            def __init__(self, first):
+                self.first = first
+            def __len__(self):
+                return 16
+            def __getitem__(self, i):
+                return np.float32([(i + self.first) % 16]) + noise * torch.rand(1).numpy(), 0
+
+        torch.manual_seed(hvd.rank())
+        for noise in (0, 1e-2):
+            hvd.data.shard(DataLoader(Rows(0), 4, shuffle=True))
+            try:
+                hvd.data.shard(DataLoader(Rows(hvd.rank()), 4, shuffle=True))
+            except ValueError as error:
+                assert "different x of rows with equal y" in str(error)
+                print("refused")
+    """
+    assert hvdrun.python(2, script, status=0).stdout.count("refused") == 4
+
+
 def test_ranks_whose_loaders_shuffle_the_same_rows_are_told(hvdrun) -> None:
     script = """
         import random, tempfile, torch
