@@ -1,5 +1,6 @@
 """Builds rank 0's and the workers' graph of a plan: the same ops on each rank's tensors."""
 
+import collections
 import itertools
 from typing import Any
 
@@ -31,11 +32,13 @@ class Side:
 
     def build(self) -> list[Any]:
         """Add all ops; return the outputs of the function, on rank 0."""
-        levels = {0, *(level for level, _, _ in self.plan.exchanges.values())}
-        for level in sorted(levels | {node.level for node in self.plan.nodes}):
-            for node in self.plan.nodes:
-                if node.level == level:
-                    self._node(node)
+        by_level = collections.defaultdict[int, list[Node]](list)
+        for node in self.plan.nodes:
+            by_level[node.level].append(node)
+        levels = {0, *by_level, *(level for level, _, _ in self.plan.exchanges.values())}
+        for level in sorted(levels):
+            for node in by_level[level]:
+                self._node(node)
             self._exchange(level)
         return [self._get(v, ROOT) for v in self.plan.outputs] if self.is_root else []
 

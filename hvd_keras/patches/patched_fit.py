@@ -224,11 +224,13 @@ def evaluate(
     if given is None and args:
         with contextlib.suppress(TypeError):  # which evaluate raises, too
             given = signature.bind(model, *args, **kwargs).arguments.get("callbacks")
+    if not rank_info.is_initialized():
+        return evaluate_alone(model, *args, **kwargs)
     every = backend.passes_of(kwargs.get("x", args[0] if args else None))
     is_shuffled = is_predict and any(passes.source.is_shuffled for passes in every)
-    if is_shuffled and rank_info.is_initialized() and rank_info.rank() == 0:
+    if is_shuffled and rank_info.rank() == 0:
         log.warn_once(_PREDICTS_SHUFFLED)
-    if not rank_info.is_initialized() or (is_predict and given is None):
+    if is_predict and given is None:
         return evaluate_alone(model, *args, **kwargs)
     if fit_state.validation.get() is not None:  # a callback of that calls this one
         with _apart():
