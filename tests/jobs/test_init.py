@@ -207,7 +207,9 @@ def test_processes_outside_of_the_job_take_as_long_as_they_like(hvdrun) -> None:
         """
     limits = {"HVD_TIMEOUT_SECONDS": "1", "HVD_STALL_WARNING_SECONDS": "0.5"}
     job = hvdrun.python(3, script, env=hvdrun.environment | limits, status=0)
-    assert "no progress" not in job.stderr
+    late = [line for line in job.stderr.splitlines() if "no progress" in line]
+    # MPI starts with all three, which a busy machine does not start at once.
+    assert not [line for line in late if "hvd.init() waits" not in line]
 
 
 def test_names_that_are_no_text(tmp_path) -> None:
