@@ -60,8 +60,8 @@ class Checkpoint(Callback):  # type: ignore[misc]
         ValueError: an argument is impossible, or tf_keras is in use. In ``fit``, on every rank: the
             model has no variables and its step cannot be traced to create them; the checkpoint
             belongs to another model; or the ranks' arguments differ.
-        RuntimeError: (in ``fit``, on every rank) all existing checkpoints are damaged, or another
-            rank has a newer one on its host's disk than the first.
+        RuntimeError: (in ``fit``, on every rank) all existing checkpoints are damaged, another
+            rank has a newer one on its host's disk than the first, or another job saves there, too.
         OSError: (in ``fit``, on every rank, at the next save or the end at the latest) a checkpoint
             cannot be written, for example because the disk is full. Earlier ones remain.
 
@@ -470,6 +470,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
 
         def write() -> None:
             if stored:
+                storage.claim(path)
                 storage.write(path, metadata, stored, self._training)
                 storage.prune(path, self.keep)
                 per_rank.remove_others(self.directory, path, names)

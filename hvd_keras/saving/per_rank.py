@@ -161,6 +161,7 @@ def _read(directory: pathlib.Path, restore: bool, damaged: dict[str, str]) -> An
     """Read the last intact checkpoint; return it, its training, and what all ranks must know."""
     storage.remove_unfinished(directory)
     remove_others(directory)
+    storage.note_files(directory)
     if not restore:
         return None, storage.abandon(directory), (None, {}, [], damaged)
     found = storage.read_last(directory, damaged)

@@ -40,6 +40,8 @@ _TRAINING = "training"  # the file that names the training which begins anew
 # The temporary folders of write_whole, for checkpoints, the parts of per_rank, and that file.
 _UNFINISHED = re.compile(r"\.(checkpoint-\d{5,}-\d{7,}(\.[0-9a-f]{8}-\d{4,})?\.h5|training)\..+")
 
+_known: dict[pathlib.Path, set[str]] = {}  # of each folder, what this process found or wrote there
+
 
 class DamagedError(Exception):
     """A file is not as it was written; the text says why."""
@@ -92,6 +94,26 @@ def remove_unfinished(directory: pathlib.Path) -> None:
         for path in directory.iterdir():
             if _UNFINISHED.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def note_files(directory: pathlib.Path) -> None:
+    """Note the checkpoints that a training finds, for ``claim``."""
+    _known.setdefault(_resolved(directory), set()).update(path.name for path in files(directory))
+
+
+def claim(path: pathlib.Path) -> None:
+    """Note a checkpoint that is to be written.
+
+    Raises:
+        RuntimeError: another process has written one into its folder since ``note_files``.
+    """
+    known = _known.setdefault(_resolved(path.parent), set())
+    if others := {other.name for other in files(path.parent)} - known:
+        raise RuntimeError(
+            f"another job has written {min(others)} into {path.parent}. Jobs that run at the same "
+            "time remove each other's checkpoints: give each a directory of its own."
+        )
+    known.add(path.name)
 
 
 def new_training() -> str:

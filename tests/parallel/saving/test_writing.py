@@ -152,3 +152,19 @@ def test_two_checkpoints_of_one_fit(directory, monkeypatch) -> None:
         train(again, *(hvd.callbacks.Checkpoint(copy / name) for name in names), steps)
         assert -steps.left == (EPOCHS - 2) * STEPS + (2 if names == ("seldom",) else 1)
         assert_same_state(again, undisturbed)
+
+
+def test_a_directory_in_which_another_job_saves(directory) -> None:
+    """Neither removes what the other has written."""
+    theirs = storage.path_of(directory, 9, 0)
+
+    def write(epoch, logs) -> None:
+        if (RANK, epoch) == (0, 1):
+            storage.write(theirs, {}, [], "another")
+
+    other = keras.callbacks.LambdaCallback(on_epoch_end=write)
+    with pytest.raises(RuntimeError, match=f"another job has written {theirs.name} into "):
+        train(build(adam), hvd.callbacks.Checkpoint(directory, keep=1), other)
+    hvd.barrier()
+    if RANK == 0:
+        assert storage.files(directory) == [theirs, storage.path_of(directory, 1, 0)]
