@@ -12,7 +12,7 @@ _HERE = {
 
 # Modules that need no backend.
 _NEUTRAL = (
-    *("hvd_keras.runtime.", "hvd_keras.lifecycle", "hvd_keras.observe"),
+    *("hvd_keras.runtime.", "hvd_keras.launch.", "hvd_keras.lifecycle", "hvd_keras.observe"),
     *("hvd_keras.gradients.missing_calls", "hvd_keras.training.preprocessing"),
 )
 _OF_TENSORFLOW = ("cuda_built", "rocm_built")

@@ -5,6 +5,7 @@ import json
 import pathlib
 import re
 import sys
+import textwrap
 
 import numpy as np
 import pytest
@@ -194,6 +195,21 @@ def test_the_example_and_its_file_are_for_both_backends(hvdrun) -> None:
         loaded = python("-c", script, cwd=hvdrun.folder, **{**hvdrun.environment, **env})
         sums.add(re.search(r"sum [0-9.]+", loaded.stdout)[0])
     assert len(sums) == 1
+
+
+def test_run_starts_ranks_from_a_notebook(hvdrun) -> None:
+    script = """
+        def work(first):
+            import torch
+            import hvd_keras as hvd
+            hvd.init()
+            return hvd.rank(), hvd.allreduce(torch.tensor([first + hvd.rank()]), op=hvd.Sum).item()
+
+        import hvd_keras as hvd
+        print(hvd.run(work, (3,), np=2, options=["--oversubscribe"]))
+    """
+    told = python("-c", textwrap.dedent(script), **hvdrun.environment, status=0).stdout
+    assert "[(0, 7), (1, 7)]" in told
 
 
 def test_tensors_on_the_fakes_of_gpus(hvdrun, fake_cuda) -> None:
