@@ -28,6 +28,8 @@ _MAGIC = b"hvdreq1\0"
 #: In the order of the recorder's states.
 STATES = ("", "waits for the others", "running", "done", "failed")
 _DONE, _FAILED = 3, 4
+# Where the workers of hvdrun --auto wait for the script, however long it computes.
+_TURN = "allreduce 'auto.turn'"
 
 # Behind them, the latest calls: by request, in a table with a place for each hash; each has its
 # number, 0 for none, and the line as JSON.
@@ -213,7 +215,13 @@ def _differing(
         for request in own:
             prints.setdefault(request.identity, {}).setdefault(n, request.fingerprint)
     missing = {identity: [n for n in suspects if n not in prints[identity]] for identity in prints}
-    missing = {identity: without for identity, without in missing.items() if without}
+    # That a rank was killed while it waited says nothing about those for which it waited.
+    alive = [n for n in ranks if ranks[n].has_stacks] or [*ranks]
+    missing = {
+        identity: without
+        for identity, without in missing.items()
+        if without and identity != _TURN and not prints[identity].keys().isdisjoint(alive)
+    }
     if missing:
         fewest = min(map(len, missing.values()))
         usual = _usual(ranks)

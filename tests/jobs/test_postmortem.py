@@ -76,6 +76,25 @@ def test_a_rank_that_fails_after_others_have_ended_well(tmp_path: pathlib.Path) 
     assert told.startswith("rank 1 left the job (ValueError: evaluation failed)"), told
 
 
+@pytest.mark.parametrize(("name", "end"), [("a", "SIGKILL"), ("auto.turn", "SIGTERM")])
+def test_a_rank_is_no_cause_by_computing_while_another_one_waits_and_ends(hvdrun, name, end):
+    """One that was killed, or a worker of --auto, which waits for the script as a rule."""
+    script = f"""
+        import os, signal, threading, time
+        import numpy as np
+        import hvd_keras as hvd
+        hvd.init()
+        hvd.barrier()
+        if hvd.rank() == 0:
+            time.sleep(1000)
+        threading.Timer(1, os.kill, [os.getpid(), signal.{end}]).start()
+        hvd.allreduce(np.full(1, 1 + hvd.rank()), name={name!r})
+        """
+    told = hvdrun.python(2, script).stderr
+    assert f"rank 1 failed first: killed by {end}" in told
+    assert "waited for" not in told
+
+
 def test_folders_that_hold_nothing(tmp_path: pathlib.Path) -> None:
     (tmp_path / "start-1").mkdir()
     (tmp_path / "start-1" / "rank-0.requests").write_bytes(b"of another version")
