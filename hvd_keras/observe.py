@@ -63,8 +63,14 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     _start_timeline(name, path)
 
 
-#: This rank and the file of the timeline that the ranks record.
-_timeline: tuple[int, pathlib.Path] | None = None
+#: This rank, the file of the timeline that the ranks record, and what has begun it.
+_timeline: tuple[int, pathlib.Path, str] | None = None
+
+_ADVICE = {
+    "hvd.start_timeline": "by hvd.start_timeline. Call hvd.stop_timeline() first.",
+    "HVD_TIMELINE": "by hvdrun --timeline or HVD_TIMELINE. Leave out hvd.start_timeline(): that "
+    "one records the whole job.",
+}
 
 
 def _start_timeline(name: str, path: str) -> None:
@@ -74,7 +80,8 @@ def _start_timeline(name: str, path: str) -> None:
 
     def begin() -> None:
         if _timeline is not None:
-            raise ValueError("a timeline is being written already. Call hvd.stop_timeline() first.")
+            _, other, begun = _timeline
+            raise ValueError(f"a timeline is being written already: '{other}', {_ADVICE[begun]}")
         if file.is_dir():
             raise ValueError(f"'{file}' is a folder. Choose a file in it.")
         try:
@@ -93,7 +100,7 @@ def _start_timeline(name: str, path: str) -> None:
             pathlib.Path(f"{file}.rank-{rank}").unlink()
         raise
     libraries.core().hvd_trace(*opened)
-    _timeline = rank, file
+    _timeline = rank, file, name
 
 
 def stop_timeline() -> None:
@@ -113,7 +120,7 @@ def stop_timeline() -> None:
 def merge_timeline() -> None:
     """Make the timeline, on rank 0, if there is one and all ranks have closed theirs."""
     global _timeline
-    rank, file = _timeline or (-1, pathlib.Path())
+    rank, file, _ = _timeline or (-1, pathlib.Path(), "")
     _timeline = None
     if rank != 0:
         return

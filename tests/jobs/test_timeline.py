@@ -88,15 +88,20 @@ def test_another_init_has_another_timeline(hvdrun) -> None:
         for name in "ab":
             hvd.init()
             hvd.allreduce(1.0, name=name)
+            try:
+                hvd.start_timeline("own.json")
+            except ValueError as error:
+                print(error)
             if name == "b": os.kill(os.getpid(), 9)
             hvd.shutdown()
         """
     for number in 2, 3:
         (hvdrun.folder / f"t-{number}.json.rank-1").touch()  # of an earlier job
-    hvdrun.run("-np", "1", "--timeline", "t.json", sys.executable, hvdrun.script(text))
+    job = hvdrun.run("-np", "1", "--timeline", "t.json", sys.executable, hvdrun.script(text))
     assert {path.name for path in hvdrun.folder.glob("t*.json*")} == {"t.json", "t-2.json"}
     for file, name in ("t.json", "a"), ("t-2.json", "b"):
         assert name in {e["args"]["name"] for e in slices(hvdrun.folder / file)}
+        assert f"/{file}', by hvdrun --timeline or HVD_TIMELINE. Leave out" in job.stdout
 
 
 @pytest.mark.parametrize(

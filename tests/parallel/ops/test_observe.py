@@ -153,7 +153,8 @@ def test_errors_of_rank_0_reach_all_ranks(directory) -> None:
     with pytest.raises(ValueError, match=r"cannot make .*none/t.json': No such file"):
         hvd.start_timeline(directory / "none" / "t.json")
     hvd.start_timeline(directory / "t.json", mark_cycles=True)
-    with pytest.raises(ValueError, match=r"a timeline is being written already"):
+    by = r"a timeline is being written already: '.*/t.json', by hvd.start_timeline. Call hvd.stop"
+    with pytest.raises(ValueError, match=by):
         hvd.start_timeline(directory / "other.json")
     hvd.stop_timeline()
     hvd.stop_timeline()  # once more does no harm
