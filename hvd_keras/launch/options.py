@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import hvd_keras
-from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.errors import UsageError, say
 from hvd_keras.launch.follow import statistics
 
 USAGE = "hvdrun -np N [options] train.py [arguments ...]"
@@ -20,6 +20,7 @@ EXAMPLE = "hvdrun -np 2 train.py"
 
 # The value of -np for one rank per GPU of the hosts, or per core without GPUs.
 AUTO = 0
+RESTART_TIMEOUT = 600  # the default of --restart-timeout
 
 # The variables of hvdrun's environment that ranks on other hosts get; --env adds further ones.
 PASSED = ("PATH", "LD_LIBRARY_PATH")
@@ -207,7 +208,7 @@ _DETAILS: dict[str, dict[str, Any]] = {
     "--max-restarts": _NOT_NEGATIVE,
     "--wait-for-hosts": {**_NOT_NEGATIVE, "default": 0},
     "--start-timeout": {**_POSITIVE, "default": 120},
-    "--restart-timeout": {**_NOT_NEGATIVE, "default": 600},
+    "--restart-timeout": {**_NOT_NEGATIVE, "default": RESTART_TIMEOUT},
     "--stop-timeout": {**_NOT_NEGATIVE, "default": 20},
 }
 
@@ -276,3 +277,11 @@ def parse(arguments: Sequence[str] | None, extensions: Sequence[Extension]) -> a
         extension.complete(given, os.environ)
     given.max_restarts = given.max_restarts or 0
     return given
+
+
+def tell_without_effect(given: argparse.Namespace) -> None:
+    """Say which options have no effect, because there are no restarts."""
+    usual = {"--min-np": None, "--max-np": None, "--restart-timeout": RESTART_TIMEOUT}
+    idle = [flag for flag in usual if vars(given)[flag[2:].replace("-", "_")] != usual[flag]]
+    if idle and not given.max_restarts:
+        say(f"{', '.join(idle)}: no effect without restarts; add --max-restarts N")

@@ -67,6 +67,7 @@ async def _run(spec: JobSpec, signals: Signals, output: Output) -> Verdict:
     most = given.max_np or size
     if most < size:
         raise UsageError(f"--max-np got {most}; expected at least the number of ranks, {size}")
+    options.tell_without_effect(given)
     commits = Path.cwd() / f"hvd-commits-{secrets.token_hex(4)}"
     if given.max_restarts and "HVD_COMMITS" not in os.environ:
         given.settings["HVD_COMMITS"] = str(commits)

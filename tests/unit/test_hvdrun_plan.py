@@ -196,6 +196,14 @@ def test_bad_hosts_and_options_are_refused(hvdrun, arguments, words) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_options_of_restarts_without_any_are_told(hvdrun) -> None:
+    job = ("-n", "1", "--min-np", "1", "--restart-timeout", "9")
+    told = "hvdrun: --min-np, --restart-timeout: no effect without restarts; add --max-restarts N\n"
+    for more, expected in ([], told), (["--max-restarts", "1"], ""):
+        assert hvdrun.run(*job, *more, "true", status=0).stderr == expected
+    assert hvdrun.run(*job[:2], "true", status=0).stderr == ""
+
+
 def test_other_systems_and_hosts_without_ipv4_are_refused() -> None:
     told = "import sys; sys.platform = 'darwin'; import hvd_keras.launch"
     done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True)
