@@ -49,6 +49,7 @@ def run(
         The list of the results of all ranks, in rank order.
 
     Raises:
+        TypeError: ``options`` is a string.
         ValueError: hvdrun refuses to start the job; the text says why.
         RuntimeError: the job failed; the text is hvdrun's summary, with the traceback of the
             rank that failed first.
@@ -63,6 +64,9 @@ def run(
     """
     import cloudpickle
 
+    if isinstance(options, str):
+        words = options.split()
+        raise TypeError(f"hvd_keras.run: options got {options!r}, expected a list, as in {words}")
     function = cloudpickle.dumps((func, tuple(args), dict(kwargs or {})))
     command = ["-np", "1", *options] if np is None and hosts is None else [*options]
     command += [] if np is None else ["-np", str(np)]

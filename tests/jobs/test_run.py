@@ -185,3 +185,5 @@ def test_what_cannot_start_is_refused() -> None:
         hvd_keras.run(print, np=10000)
     with pytest.raises(ValueError, match="-H got 'a;b'; expected a host name"):
         hvd_keras.run(print, hosts="a;b")
+    with pytest.raises(TypeError, match=r"got '--stats -H a', .* \['--stats', '-H', 'a'\]"):
+        hvd_keras.run(print, options="--stats -H a")

@@ -109,7 +109,11 @@ def shard(
         model.fit(train, validation_data=test, epochs=10)
     """
     if more:
-        raise TypeError("hvd.data.shard: got several sources, expected one: shard((x, y), …).")
+        if isinstance(more[0], Integral):
+            got = f"the second argument {more[0]}, expected it with its name, batch_size={more[0]}."
+        else:
+            got = "several sources, expected one: shard((x, y), …)."
+        raise TypeError(f"hvd.data.shard: got {got}")
     # Returns no PyDataset, because fit would shuffle its batches again, differently on each rank.
     process_sets.check(process_set, "data.shard")
     keeps_size = uneven is None and datasets.has_static_batches(source)

@@ -261,6 +261,10 @@ def test_lengths_that_do_not_fit_are_errors_on_all_ranks(kind: str) -> None:
 
 
 def test_sources_that_cannot_be_used_are_errors_on_all_ranks() -> None:
+    x = np.arange(8.0 * (1 + RANK))
+    for more, told in ((x,), "several sources"), ((32,), r"second argument 32.* batch_size=32"):
+        with pytest.raises(TypeError, match=told):
+            hvd.data.shard(x, *more)
     elements = tf.data.Dataset.range(5)
     assert "empty" in error_of(data.shard, elements.take(0), batch_size=2)
     assert "empty" in error_of(data.shard, elements.filter(lambda i: i > 5), batch_size=2)
