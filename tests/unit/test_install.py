@@ -166,6 +166,15 @@ def test_without_tensorflow_two_lines_say_what_to_type(
     for arguments, names in itertools.product([*commands, ["-m", "hvd_keras.check"]], hidden):
         done = ranks.python(*arguments, PYTHONPATH=str(tmp_path), HIDDEN=names, status=1)
         assert done.stderr == hvd_keras.no_tensorflow(sys.executable) + "\n"
+    (tmp_path / "torch.py").touch()
+    for command, (names, told) in itertools.product(
+        (["-m", "hvd_keras.check"], ["-c", "import hvd_keras as hvd; hvd.init()"]),
+        (("tensorflow", 1), ("tensorflow torch", 0)),
+    ):
+        done = ranks.python(*command, PYTHONPATH=str(tmp_path), HIDDEN=names, status=1)
+        assert expected.search(done.stderr), done.stderr
+        assert done.stderr.count("It has PyTorch: for that, set KERAS_BACKEND=torch") == told
+    (tmp_path / "torch.py").unlink()
     venv.create(tmp_path / "venv")
     python = str(tmp_path / "venv" / "bin" / "python")
     for command in ([python, str(script)], [python, "-m", "hvd_keras.check"]):
