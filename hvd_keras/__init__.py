@@ -53,12 +53,12 @@ TENSORFLOW_VERSIONS = ">=2.16,<2.23"
 
 def no_tensorflow(python: str) -> str:
     """Return what to do where the Python of this path has no TensorFlow, in two or three lines."""
+    other = "\nIt has PyTorch: for that, set KERAS_BACKEND=torch, and install keras."
     has_torch = python == sys.executable and importlib.util.find_spec("torch") is not None
     return (
         f"hvd_keras needs TensorFlow, and {python} has none. Run\n"
         f"'{python} -m pip install \"tensorflow{TENSORFLOW_VERSIONS}\"', or "
-        '"tensorflow[and-cuda]…" for NVIDIA\'s GPUs.'
-        + "\nIt has PyTorch: for that, set KERAS_BACKEND=torch, and install keras." * has_torch
+        f'"tensorflow[and-cuda]…" for NVIDIA\'s GPUs.{other * has_torch}'
     )
 
 
