@@ -55,6 +55,8 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
         model.fit(data, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
     """
 
+    _hvd_communicates = True
+
     def __init__(self, root_rank: int, local_variables: Iterable[Any] | Any = ()) -> None:
         super().__init__()
         self.root_rank = root_rank

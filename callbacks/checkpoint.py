@@ -72,7 +72,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         model.fit(data, epochs=10, callbacks=[broadcast, checkpoint])
     """
 
-    _hvd_needs_variables = True
+    _hvd_needs_variables = _hvd_communicates = True
     _hvd_runs_last = True
 
     def __init__(

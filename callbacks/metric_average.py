@@ -47,7 +47,7 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
         results = model.evaluate(test, callbacks=[average], return_dict=True)
     """
 
-    _hvd_averages = True
+    _hvd_averages = _hvd_communicates = True
 
     def __init__(self) -> None:
         super().__init__()

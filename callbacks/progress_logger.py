@@ -44,6 +44,8 @@ class ProgressLogger(Callback, keras.callbacks.ProgbarLogger):  # type: ignore[m
         model.fit(data, callbacks=[average, progress])
     """
 
+    _hvd_communicates = True
+
     def __init__(self, verbose: int | None = None) -> None:
         if is_legacy:
             raise ValueError(

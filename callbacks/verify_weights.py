@@ -39,6 +39,8 @@ class VerifyWeights(Callback):  # type: ignore[misc]
         model.fit(data, callbacks=[broadcast, verify, checkpoint])
     """
 
+    _hvd_communicates = True
+
     def __init__(self, every: int = 100) -> None:
         super().__init__()
         if not isinstance(every, int) or every < 1:

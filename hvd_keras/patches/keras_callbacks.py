@@ -45,7 +45,28 @@ def describe(callbacks: Sequence[Any]) -> dict[str, Any]:
             [c.save_freq, c.save_best_only] for c in callbacks if isinstance(c, _CHECKPOINT)
         ],
         "callbacks": [type(callback).__name__ for callback in callbacks],
+        # A derived class waits where the one of hvd_keras does.
+        "communicate": sorted(
+            next(cls.__name__ for cls in type(c).__mro__ if "_hvd_communicates" in vars(cls))
+            for c in callbacks
+            if hasattr(c, "_hvd_communicates")
+        ),
     }
+
+
+def check_communicating(gathered: Sequence[dict[str, Any]], process_set: ProcessSet) -> None:
+    """Raise ValueError, on all ranks, if a callback would wait for one that a rank does not have.
+
+    ``gathered``: what ``describe`` returned on all ranks.
+    """
+    by_rank = [theirs["communicate"] for theirs in gathered]
+    if any(theirs != by_rank[0] for theirs in by_rank):
+        shown = [", ".join(theirs) or "none" for theirs in by_rank]
+        raise ValueError(
+            "fit got different callbacks that exchange values between the ranks: "
+            f"{agree.by_rank(shown, process_set)}. Pass each of these to fit on all ranks, not in "
+            "an `if hvd.rank() == 0:`."
+        )
 
 
 def edited(common: Fit, callbacks: Sequence[Any]) -> list[Any]:
@@ -63,6 +84,17 @@ def edited(common: Fit, callbacks: Sequence[Any]) -> list[Any]:
     found.insert(places[0], agreeing)
     sync = rounds.Sync(common) if model_ranks.rounds_of(common.model) else None
     return [*([sync] if sync else []), *found, _AtTheEnd(common, sync)]
+
+
+@contextlib.contextmanager
+def stops_told(common: Fit) -> Iterator[None]:
+    """Say, if ``fit`` fails, that this rank has left an epoch, in which the others may go on."""
+    try:
+        yield
+    except Exception:
+        if common.stopped:  # which the error cannot say
+            log.logger.error("%s: let all ranks stop in the same batch", common.stopped)
+        raise
 
 
 @contextlib.contextmanager
@@ -297,7 +329,6 @@ class _AtTheEnd(_Internal):
     def __init__(self, common: Fit, sync: rounds.Sync | None) -> None:
         super().__init__(common)
         self._sync = sync
-        self._stopped = ""  # why the epoch ends before its last step
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self._sync is not None:
@@ -316,8 +347,9 @@ class _AtTheEnd(_Internal):
         check_rows(gathered, self.common.process_set)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        if self.model.stop_training and batch + 1 < (self.params.get("steps") or 0):
-            self._stopped = f"a callback of this rank has set stop_training in batch {batch + 1}"
+        steps = self.params.get("steps")
+        if self.model.stop_training and (steps is None or batch + 1 < steps):
+            self.common.stopped = f"a callback of this rank set stop_training in batch {batch + 1}"
         if self.common.values is not None and self._sync is None:
             self.common.values.check("step")
 
@@ -325,11 +357,7 @@ class _AtTheEnd(_Internal):
         """End the training of all ranks after the same epoch."""
         # As many callbacks do: if logs["accuracy"] > 0.99: self.model.stop_training = True.
         mine = bool(self.model.stop_training)
-        try:
-            stops = agree.gather_json("an epoch of fit has ended", mine, self.common.process_set)
-        except Exception:
-            if self._stopped:  # which the error cannot say
-                log.logger.error("%s: let all ranks stop in the same batch", self._stopped)
-            raise
+        stops = agree.gather_json("an epoch of fit has ended", mine, self.common.process_set)
+        self.common.stopped = ""
         if any(stops):
             self.model.stop_training = True

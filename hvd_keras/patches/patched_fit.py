@@ -89,6 +89,7 @@ def fit(
                 _weigh(stack, backend, model, averaging, "train_step")
             stack.enter_context(keras_callbacks.on_leader_alone(callbacks, process_set, own))
             stack.enter_context(own_files.noted(process_set))
+            stack.enter_context(keras_callbacks.stops_told(own))
         if observe.publisher is not None:  # hvdrun shows how far the training is
             runs = [*runs, progress.Progress(backend.gpu_bytes)]
         if runs != callbacks:
@@ -420,6 +421,7 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
     gathered = agree.gather_json("fit", mine, process_set)
     own.unbuilt = agree.by_rank([theirs["unbuilt"] for theirs in gathered], process_set)
     own.agree(gathered)
+    keras_callbacks.check_communicating(gathered, process_set)
     sources.check_sets([theirs["sets"] for theirs in gathered], process_set)
     if any(theirs["validates on x"] for theirs in gathered):
         raise ValueError(

@@ -103,6 +103,7 @@ class Fit:
     looks_at_data: bool = False  # the first batch of each rank can be compared
     validates: bool = False  # all ranks validate after the same epochs, and average their metrics
     values: Values | None = None  # of the model, to be compared
+    stopped: str = ""  # why the epoch ends here before its last step, as far as is known
     restored: bool = False  # it began with a checkpoint, which nothing may overwrite
     # Of the next train_step, or trace of one: the same on all ranks.
     numbers: Iterator[int] = dataclasses.field(default_factory=lambda: itertools.count(1))

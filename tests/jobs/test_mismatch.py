@@ -52,3 +52,39 @@ def test_ranks_that_bear_it_go_on_and_one_with_more_batches_ends(tmp_path: pathl
     assert re.match(
         rf"  rank 1 was at {tmp_path}/script.py:\d+, in <module>: model.fit\(batches", where
     )
+
+
+STOPS = """
+    import keras
+    import numpy as np
+    import tensorflow as tf
+    import hvd_keras as hvd
+
+    hvd.init()
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = hvd.rank() == 1 and batch == stops_in
+
+    x = np.full((12, 3), 1.0 + hvd.rank(), "float32")
+    for stops_in, known in enumerate((True, False)):
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+        data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(4)
+        data = data if known else data.filter(lambda x, y: True)
+        own = hvd.callbacks
+        callbacks = own.BroadcastGlobalVariablesCallback(0), own.MetricAverageCallback(), Stop()
+        try:
+            model.fit(data, verbose=0, validation_data=(x, x[:, :1]), callbacks=list(callbacks))
+        except tf.errors.FailedPreconditionError:
+            hvd.barrier()
+"""
+
+
+def test_a_rank_that_stops_within_an_epoch_is_told(tmp_path: pathlib.Path) -> None:
+    """Also if it next waits in another callback, or if the number of batches is unknown."""
+    job = ranks.run_script(tmp_path, 2, STOPS, timeout=900, HVD_MISMATCH_SECONDS="1")
+    assert job.status == 0, job.output
+    for batch in (1, 2):
+        told = f"rank 1: a callback of this rank set stop_training in batch {batch}: let all ranks"
+        assert job.output.count(told) == 1, job.output

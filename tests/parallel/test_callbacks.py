@@ -83,6 +83,23 @@ def test_broadcast_root_out_of_range() -> None:
 
 
 @several
+def test_a_callback_that_one_rank_alone_has_is_named_on_all(directory: pathlib.Path) -> None:
+    class Derived(hvd.callbacks.MetricAverageCallback):
+        """Waits as its base does."""
+
+    own = hvd.callbacks
+    broadcast = own.BroadcastGlobalVariablesCallback(0)
+    others = own.VerifyWeights(2), own.Checkpoint(directory), own.ProgressLogger()
+    for one in (broadcast, Derived(), *others):
+        name = "MetricAverageCallback" if isinstance(one, Derived) else type(one).__name__
+        with pytest.raises(ValueError, match=rf"rank 0: none; rank 1: {name}\. Pass each"):
+            fit(compiled(training.dense_model()), [one] * (RANK == 1))
+    average = Derived() if RANK == 1 else own.MetricAverageCallback()
+    warmup = own.LearningRateWarmupCallback(0.1, warmup_steps=1)  # exchanges nothing
+    fit(compiled(training.dense_model()), [broadcast, average, *[warmup] * (RANK == 0)])
+
+
+@several
 def test_broadcast_of_models_that_differ() -> None:
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2 + RANK)])
     model.compile(optimizer="sgd", loss="mse")
