@@ -104,7 +104,7 @@ def _place(path: str) -> tuple[Any, str]:
     try:
         from pyarrow import fs
     except ImportError as error:
-        text = "pyarrow is missing; run: pip install 'hvd_keras[parquet]' on all hosts"
+        text = "pyarrow is missing; run: pip install pyarrow on all hosts"
         raise ValueError(text) from error
     scheme, is_remote, rest = path.removeprefix("file://").partition("://")
     if not is_remote:

@@ -1,6 +1,6 @@
 """hvd_keras on Ray: ``hvd.ray.run`` and ``hvd.ray.TrainConfig`` for Ray Train.
 
-Needs ``pip install "hvd_keras[ray]"``. Ray is imported only when it is used.
+Needs ``pip install "ray[train]"``. Ray is imported only when it is used.
 """
 
 from typing import Any

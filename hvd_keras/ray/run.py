@@ -85,8 +85,7 @@ def run(
         import ray
     except ImportError as error:
         raise RuntimeError(
-            f"hvd.ray needs Ray, and {sys.executable} has none. Run 'pip install "
-            '"hvd_keras[ray]"\'.'
+            f"hvd.ray needs Ray, and {sys.executable} has none. Run 'pip install \"ray[train]\"'."
         ) from error
     try:
         function = cloudpickle.dumps((func, tuple(args), dict(kwargs or {})))

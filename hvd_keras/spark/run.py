@@ -203,9 +203,7 @@ def _active_context() -> Any:
     try:
         from pyspark import SparkContext
     except ImportError as error:
-        raise ValueError(
-            "hvd.spark.run needs pyspark; run: pip install 'hvd_keras[spark]'"
-        ) from error
+        raise ValueError("hvd.spark.run needs pyspark; run: pip install pyspark") from error
     context = SparkContext._active_spark_context
     if context is None or _is_stopped(context):
         raise ValueError(

@@ -113,6 +113,20 @@ def test_mpi_that_cannot_be_used(
     assert expected in done.stderr
 
 
+def test_what_is_to_be_installed_is_there_and_not_of_another_owner() -> None:
+    """Until hvd_keras is on PyPI, anyone may take its name there."""
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    texts = {path: path.read_text() for path in [*pages, *(ROOT / "hvd_keras").rglob("*.py")]}
+    wrong = r"pip install *['\"\s]*hvd_keras\b(?!/)"
+    assert [path for path, text in texts.items() if re.search(wrong, text)] == []
+    extras = re.findall(r'(?:wheel|/hvd_keras|\.whl)\[([\w,]+)\]"', "".join(texts.values()))
+    named = {extra for one in extras for extra in one.split(",")}
+    assert {"cpu", "gpu", "mpi", "torch", "spark", "ray"} <= named
+    assert named <= project["optional-dependencies"].keys()
+
+
 def test_one_process_needs_no_mpi() -> None:
     done = run(
         """
