@@ -200,7 +200,8 @@ def _add(process_set: ProcessSet) -> ProcessSet:
         )
     for other in added():
         if other.ranks in asked:
-            raise ValueError(f"hvd.add_process_set: {other} has the same ranks. Use that one.")
+            name = "hvd.global_process_set" if other is global_process_set else "that one"
+            raise ValueError(f"hvd.add_process_set: {other} has the same ranks. Use {name}.")
     _next_number = max(number for _, number, _ in views)
     core = libraries.core()
     # Every rank adds all sets, in one order, so that their numbers are the same everywhere.
