@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
+from hvd_keras.patches import divided_losses
 from hvd_keras.training import row_trials
 from tests.harness import training
 
@@ -350,6 +351,64 @@ def test_a_custom_loop_with_a_masked_or_summed_loss_warns(kind: str, eager: bool
         (step if eager else tf.function(step))(mine(x)[:ROWS], mine(y)[:ROWS])
     told = [text for text in warned if "in a custom loop" in text or "used as a sum" in text]
     assert len(told) == (kind != "without a mask"), warned
+
+
+TOKENS, MORE_ROWS = 3, 12
+
+
+@pytest.mark.cases(4)
+@pytest.mark.parametrize(
+    ("kind", "divisor", "is_told"),
+    [
+        *[
+            ("rows", SIZE * MORE_ROWS, True),
+            ("rows", MORE_ROWS, False),
+            ("rows", MORE_ROWS + 3, True),
+        ],
+        *[("tape", SIZE * MORE_ROWS, True), ("sum", SIZE * MORE_ROWS, True)],
+        *[("tokens", TOKENS * MORE_ROWS, False), ("tokens", MORE_ROWS, False)],
+        *[
+            ("a token for each rank", SIZE * MORE_ROWS, False),
+            ("part of a batch", MORE_ROWS, False),
+        ],
+        ("unknown", MORE_ROWS, False),
+    ],
+)
+def test_a_custom_loop_that_divides_by_a_constant(
+    kind, divisor, is_told, warned, monkeypatch
+) -> None:
+    """Of the global batch, as TensorFlow's recipe for its own strategies does."""
+    monkeypatch.setattr(divided_losses, "_seen", set())
+    by_tape = kind == "tape"
+    reduction = "sum" if kind in ("sum", "a token for each rank") else "none"
+    tokens = {"tokens": TOKENS, "a token for each rank": SIZE}.get(kind, 1)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(5 * tokens)])
+    model.add(keras.layers.Reshape((tokens, 5) if tokens > 1 else (5,)))
+    hvd.broadcast_variables(model.variables, 0)
+    loss_of = losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+    optimizer = SGD(0.01) if by_tape else hvd.DistributedOptimizer(SGD(0.01))
+    shape = [None if kind == "unknown" else MORE_ROWS, 4]
+    signature = [tf.TensorSpec(shape, tf.float32)] if kind == "unknown" else None
+
+    @functools.partial(tf.function, input_signature=signature)
+    def step(x):
+        tape = tf.GradientTape()
+        with hvd.DistributedGradientTape(tape) if by_tape else tape as tape:
+            x = x[: MORE_ROWS // SIZE] if kind == "part of a batch" else x
+            logits = model(x, training=True)
+            if kind == "tokens":
+                logits = tf.reshape(logits, [-1, 5])
+            each = loss_of(tf.zeros(tf.shape(logits)[:-1], tf.int32), logits)
+            loss = tf.reduce_sum(each) / divisor
+            if reduction == "none":
+                loss = tf.nn.compute_average_loss(each, global_batch_size=divisor)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    random = np.random.default_rng(RANK)
+    for count in (MORE_ROWS, MORE_ROWS, MORE_ROWS // SIZE):  # the last batch is smaller
+        step(tf.constant(random.normal(size=(count, 4)), tf.float32))
+    assert any("as a sum" in text for text in warned) == is_told, warned
 
 
 def of_classes(y_true, y_pred):
