@@ -13,7 +13,7 @@ import numpy as np
 from hvd_keras.callbacks.base import Callback
 
 from hvd_keras.data.sources import Passes
-from hvd_keras.gradients import model_ranks, shards
+from hvd_keras.gradients import missing_calls, model_ranks, shards
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import innermost_of, is_legacy, replace_values, snapshot
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
@@ -127,6 +127,11 @@ class Checkpoint(Callback):  # type: ignore[misc]
         """Restores the state, after Keras has built the model."""
         self._hvd_process_set.check_included("callbacks.Checkpoint")  # raises before init()
         fit = running(self.model)
+        if fit is None and not missing_calls.in_fit.get():
+            raise ValueError(
+                "Checkpoint works in fit only. In a loop of your own call model.save on all ranks, "
+                "and load the model at the next start."
+            )
         if fit is None:
             raise ValueError(
                 "Checkpoint: this rank trains the model alone (hvd.local_fit), and expected "

@@ -60,8 +60,9 @@ class _LearningRate(Callback):  # type: ignore[misc]
             old = self._get()  # raises, too, if there is none
             optimizer.learning_rate = new
         except (AttributeError, TypeError) as error:
-            why = "the rate is a schedule, which cannot be set. Give the optimizer a number"
-            if isinstance(error, AttributeError):
+            what = "schedule" if isinstance(error, TypeError) else "function"
+            why = f"the rate is a {what}, which cannot be set. Give the optimizer a number"
+            if not hasattr(optimizer, "learning_rate"):
                 why = f"a {type(optimizer).__name__} has no rate. Set those of its optimizers"
             raise ValueError(f"{type(self).__name__}: {why}, or remove this callback.") from error
         # Buffers hold earlier gradients times their rate (section 3 of the paper).
@@ -93,7 +94,7 @@ class LearningRateScheduleCallback(_LearningRate):
 
     Raises:
         ValueError: ``initial_lr`` is None; (in ``fit``) the number of steps is needed and unknown,
-            or the optimizer's learning rate is a schedule or does not exist (``MultiOptimizer``).
+            or the optimizer's rate is a schedule, a function or does not exist (``MultiOptimizer``).
 
     Example:
         hvd.callbacks.LearningRateScheduleCallback(0.1, lambda epoch: 0.1 ** (epoch // 30))

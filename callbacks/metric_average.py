@@ -53,7 +53,7 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
         super().__init__()
         self.in_epoch = False
         self._states: dict[str, list[metric_states.MetricState]] = {}
-        self._of_epoch: dict[str, Any] = {}  # the logs of the last one
+        self._of_epoch: dict[str, Any] = {}  # the logs, once this epoch has ended
         self._warned: set[str] = set()
 
     def set_model(self, model: Any) -> None:
@@ -64,7 +64,10 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self.in_epoch = True
-        self._states = {}
+        self._states, self._of_epoch = {}, {}
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self._states = {}  # of an evaluate within the epoch, which goes on
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Save the training metrics before validation resets them."""
@@ -99,8 +102,12 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
     def _reduce(
         self, logs: dict[str, Any], states: dict[str, list[metric_states.MetricState]]
     ) -> None:
+        own = fit_state.running(self.model)
+        others = [c for c in own.callbacks if isinstance(c, MetricAverageCallback)] if own else []
+        # Those that another one in front of this one has averaged already need no reason.
+        known = {k for c in others for k in logs.keys() & c._of_epoch if c._of_epoch[k] is logs[k]}
         reasons = metric_states.reduce_logs(logs, states, self.process_set)
-        names = {key.removeprefix("val_"): reason for key, reason in reasons.items()}
+        names = {k.removeprefix("val_"): why for k, why in reasons.items() if k not in known}
         new = {name: reason for name, reason in names.items() if name not in self._warned}
         self._warned.update(new)
         for reason in dict.fromkeys(new.values()):

@@ -53,6 +53,7 @@ class ProgressLogger(Callback, keras.callbacks.ProgbarLogger):  # type: ignore[m
                 "Use fit(verbose=hvd.rank() == 0) instead."
             )
         super().__init__()
+        self.verbose: int | None = None  # until parameters are set
         if verbose not in (None, 1, 2):
             raise ValueError(f"ProgressLogger: verbose is {verbose!r}, expected None, 1 or 2.")
         self._verbose = verbose
@@ -64,6 +65,11 @@ class ProgressLogger(Callback, keras.callbacks.ProgbarLogger):  # type: ignore[m
         self._samples: float | None = None
         # Of all ranks in the last epoch; None if a rank cannot count its samples.
         self._samples_per_step: float | None = None
+
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        if self.verbose is None:  # a CallbackList of the script may have no parameters
+            self.set_params({"epochs": None, "steps": None})
 
     def set_params(self, params: dict[str, Any]) -> None:
         verbose = self._verbose or (1 if sys.stdout.isatty() else 2)
@@ -81,7 +87,7 @@ class ProgressLogger(Callback, keras.callbacks.ProgbarLogger):  # type: ignore[m
         self._reset_progbar()
         self._maybe_init_progbar()
         if self.verbose == 1:
-            _print(f"Epoch {epoch + 1}/{self.epochs}\n")
+            _print(f"{self._name(epoch)}\n")
         self._start = time.monotonic()
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -118,12 +124,15 @@ class ProgressLogger(Callback, keras.callbacks.ProgbarLogger):  # type: ignore[m
         self.progbar.target = self._steps or self.seen
         self.target = self.seen
         if self.verbose == 2:
-            _print(f"Epoch {epoch + 1}/{self.epochs}: ")
+            _print(f"{self._name(epoch)}: ")
         super().on_epoch_end(epoch, logs)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Lets a later ``evaluate`` show its own bar again."""
         self._called_in_fit = False
+
+    def _name(self, epoch: int) -> str:
+        return f"Epoch {epoch + 1}" + (f"/{self.epochs}" if self.epochs else "")
 
     def _end_of_training(self) -> None:
         if self._samples is None:

@@ -38,9 +38,10 @@ def averages(callbacks: Sequence[Any]) -> bool:
 
 def describe(callbacks: Sequence[Any]) -> dict[str, Any]:
     """Return what the other ranks must know of this rank's callbacks."""
+    parts, terminate = _parts(callbacks), keras.callbacks.TerminateOnNaN
     return {
-        "monitored": [c.monitor for c in callbacks if isinstance(c, _DECIDERS)],
-        "ends on NaN": any(isinstance(c, keras.callbacks.TerminateOnNaN) for c in callbacks),
+        "monitored": [[c.monitor for c in part if isinstance(c, _DECIDERS)] for part in parts],
+        "ends on NaN": [any(isinstance(c, terminate) for c in part) for part in parts],
         "checkpoints": [
             [c.save_freq, c.save_best_only] for c in callbacks if isinstance(c, _CHECKPOINT)
         ],
@@ -69,19 +70,31 @@ def check_communicating(gathered: Sequence[dict[str, Any]], process_set: Process
         )
 
 
+def _parts(callbacks: Sequence[Any]) -> list[list[Any]]:
+    """Divide callbacks before each that averages metrics, for which it needs this rank's logs."""
+    parts: list[list[Any]] = [[]]
+    for callback in callbacks:
+        if averages([callback]):
+            parts.append([])
+        parts[-1].append(callback)
+    return parts
+
+
 def edited(common: Fit, callbacks: Sequence[Any]) -> list[Any]:
     """Return callbacks of this rank, with those that make ranks decide alike between them."""
-    found = list(callbacks)
+    found: list[Any] = []
     deciders = (*_DECIDERS, keras.callbacks.TerminateOnNaN)
-    places = [i for i, callback in enumerate(found) if isinstance(callback, deciders)]
-    places = places or [len(found)]  # for deciders of other ranks
-    agreeing = _Agree(common)
-    put_back = keras.callbacks.LambdaCallback(
-        on_train_batch_end=agreeing.put_back, on_epoch_end=agreeing.put_back
-    )
-    put_back._supports_tf_logs = True
-    found.insert(places[-1] + 1, put_back)
-    found.insert(places[0], agreeing)
+    for number, part in enumerate(_parts(callbacks)):
+        places = [i for i, callback in enumerate(part) if isinstance(callback, deciders)]
+        places = places or [len(part)]  # for deciders of other ranks
+        agreeing = _Agree(common, number)
+        put_back = keras.callbacks.LambdaCallback(
+            on_train_batch_end=agreeing.put_back, on_epoch_end=agreeing.put_back
+        )
+        put_back._supports_tf_logs = True
+        part.insert(places[-1] + 1, put_back)
+        part.insert(places[0], agreeing)
+        found += part
     sync = rounds.Sync(common) if model_ranks.rounds_of(common.model) else None
     return [*([sync] if sync else []), *found, _AtTheEnd(common, sync)]
 
@@ -268,13 +281,14 @@ class _Internal(keras.callbacks.Callback):  # type: ignore[misc]
 class _Agree(_Internal):
     """Gives the callbacks behind it, which decide by values of the logs, the same ones."""
 
-    def __init__(self, common: Fit) -> None:
+    def __init__(self, common: Fit, number: int) -> None:
         super().__init__(common)
+        self._number = number  # of the part of the callbacks
         self.own: dict[str, Any] = {}  # what this rank has logged
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Make a NaN of one rank one of all."""
-        if not self.common.ends_on_nan or model_ranks.rounds_of(self.model):
+        if not self.common.ends_on_nan[self._number] or model_ranks.rounds_of(self.model):
             return  # in rounds, a rank that stops lets the others stop
         logs = {} if logs is None else logs
         mine = np.array([float(logs.get("loss") or 0.0)])
@@ -286,16 +300,16 @@ class _Agree(_Internal):
             self.own = {"loss": logs.get("loss")}
             logs["loss"] = float(mean)
             # A TerminateOnNaN of this rank stops it with a message, as it sees the logs next.
-            if not describe(self.common.callbacks)["ends on NaN"]:
+            if not describe(self.common.callbacks)["ends on NaN"][self._number]:
                 self.model.stop_training = True
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Replace values that differ by their mean over the ranks; ValueError for an array."""
         self.own = {}
-        if not self.common.monitored:
+        if not (names := self.common.monitored[self._number]):
             return
         logs = {} if logs is None else logs
-        values = {name: logs.get(name) for name in self.common.monitored}
+        values = {name: logs.get(name) for name in names}
         # Keras logs F1Score of one class as an array of one number.
         mine = {
             k: None if v is None else np.asarray(v, "float64").squeeze().tolist()

@@ -252,6 +252,7 @@ def evaluate(
         for callback in callbacks if validates and not is_predict else ():
             if keras_callbacks.averages([callback]):
                 stack.enter_context(callback.of_evaluate(model))
+                break  # another one would find averages
         if is_predict or not is_eager():
             return evaluate_alone(model, *args, **kwargs)
         _keep_for(stack, model, "test_step", "weighed")
@@ -420,8 +421,8 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
     # hash, and in full if hashes differ.
     gathered = agree.gather_json("fit", mine, process_set)
     own.unbuilt = agree.by_rank([theirs["unbuilt"] for theirs in gathered], process_set)
-    own.agree(gathered)
     keras_callbacks.check_communicating(gathered, process_set)
+    own.agree(gathered)
     sources.check_sets([theirs["sets"] for theirs in gathered], process_set)
     if any(theirs["validates on x"] for theirs in gathered):
         raise ValueError(

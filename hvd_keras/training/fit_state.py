@@ -95,9 +95,10 @@ class Fit:
     unbuilt: str = ""  # which ranks' models have no variables, and why
     mixes: str = ""  # what in the model sees other rows of the batch, and how
     constants: Any = None  # hashes and texts of those in what it trains by, if known
-    monitored: Sequence[str] = ()  # what callbacks of any rank decide by
+    # Of each part of the callbacks: what those of any rank decide by; a rank has TerminateOnNaN.
+    monitored: Sequence[Sequence[str]] = ()
+    ends_on_nan: Sequence[bool] = ()
     names: Sequence[Sequence[str]] = ()  # of the callbacks' classes, by rank
-    ends_on_nan: bool = False  # a rank has TerminateOnNaN
     # All ranks have the same ModelCheckpoint, and so can wait for each other there.
     waits_for_checkpoints: bool = False
     looks_at_data: bool = False  # the first batch of each rank can be compared
@@ -110,9 +111,11 @@ class Fit:
 
     def agree(self, gathered: Sequence[dict[str, Any]]) -> None:
         """Learn from what ``describe`` returned on all ranks."""
-        self.monitored = sorted({name for theirs in gathered for name in theirs["monitored"]})
+        parts = zip(*(theirs["monitored"] for theirs in gathered), strict=True)
+        self.monitored = [sorted({name for theirs in part for name in theirs}) for part in parts]
         self.names = [theirs["callbacks"] for theirs in gathered]
-        self.ends_on_nan = any(theirs["ends on NaN"] for theirs in gathered)
+        ends = zip(*(theirs["ends on NaN"] for theirs in gathered), strict=True)
+        self.ends_on_nan = [any(part) for part in ends]
         self.waits_for_checkpoints = all(
             theirs["checkpoints"] == gathered[0]["checkpoints"] for theirs in gathered
         )

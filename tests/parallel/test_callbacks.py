@@ -294,11 +294,45 @@ def test_momentum_correction_scales_the_buffers_with_the_rate(optimizer, correct
     np.testing.assert_array_equal(after.seen[i + 1], buffers.seen[i + 1])
 
 
-def test_schedule_on_a_schedule_is_refused() -> None:
-    rate = keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.5)
-    model = compiled(training.dense_model(), keras.optimizers.SGD(rate))
-    with pytest.raises(ValueError, match="is a schedule, which cannot be set"):
-        fit(model, [hvd.callbacks.LearningRateScheduleCallback(0.1, 1.0)])
+def test_a_rate_that_cannot_be_set_is_refused() -> None:
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.5)
+    for rate, what in ((schedule, "schedule"), (lambda: 0.1, "function")):
+        model = compiled(training.dense_model(), keras.optimizers.SGD(rate))
+        with pytest.raises(ValueError, match=f"is a {what}, which cannot be set"):
+            fit(model, [hvd.callbacks.LearningRateScheduleCallback(0.1, 1.0)])
+
+
+def test_a_loop_with_a_list_of_callbacks_that_knows_no_length(directory, capsys) -> None:
+    own, model, trained_at = hvd.callbacks, compiled(training.dense_model()), []
+    training.set_weights(model, seed=RANK)
+    warmup = own.LearningRateWarmupCallback(0.3, warmup_steps=training.STEPS)
+    every = [own.BroadcastGlobalVariablesCallback(0), warmup, own.ProgressLogger()]
+    loop = keras.callbacks.CallbackList(every, model=model)
+    x, y = (part.reshape(training.STEPS, training.BATCH, -1) for part in training.mine(model))
+    loop.on_train_begin()
+    for epoch in range(2):
+        loop.on_epoch_begin(epoch)
+        for batch in range(training.STEPS):
+            loop.on_train_batch_begin(batch)
+            trained_at.append(rates(model))
+            logs = model.train_on_batch(x[batch], y[batch], return_dict=True)
+            loop.on_train_batch_end(batch, logs)
+        loop.on_epoch_end(epoch, logs)
+    loop.on_train_end()
+    training.assert_bit_identical_on_all_ranks(model)
+    expected = ramp(training.STEPS, range(2 * training.STEPS))
+    np.testing.assert_allclose(trained_at, expected, rtol=1e-5)
+    assert ("Epoch 2: 6/6" in capsys.readouterr().out) == (RANK == 0)
+
+    def begin(one) -> None:
+        loop = keras.callbacks.CallbackList([one], model=model)
+        loop.on_train_begin()
+        loop.on_train_batch_begin(0)
+
+    unsuitable = (own.LearningRateWarmupCallback(0.3), "is unknown. Pass steps_per_epoch")
+    for one, text in (unsuitable, (own.Checkpoint(directory), "works in fit only. In a loop of")):
+        with pytest.raises(ValueError, match=text):
+            begin(one)
 
 
 def test_the_rate_of_optimizers_in_attributes_is_refused() -> None:

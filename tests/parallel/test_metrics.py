@@ -258,6 +258,38 @@ def test_evaluate_in_an_epoch_leaves_its_metrics_alone() -> None:
     assert_equal(logs, fit(alone, of_all_ranks(train)[:2], of_all_ranks(val)[:2]))
 
 
+def test_evaluate_between_batches_changes_metrics_as_on_one_process() -> None:
+    """It resets them, and the batches behind it are added to its rows."""
+    train, val = binary(training_data), binary(validation_data)
+    model, average = make_model(metrics=["accuracy"]), averaged()
+    evaluate = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: (
+            batch or model.evaluate(*val(RANK)[:2], verbose=0, callbacks=average)
+        )
+    )
+    logs = fit(model, train(RANK)[:2], None, [*average, evaluate])
+    behind = zip(
+        of_all_ranks(val), of_all_ranks(lambda r: [a[BATCH:] for a in train(r)]), strict=True
+    )
+    seen = [np.concatenate(parts) for parts in behind]
+    assert_equal(logs, fit(make_model(distributed=False, metrics=["accuracy"]), seen[:2]))
+
+
+def test_callbacks_that_decide_and_a_second_average_leave_metrics_exact() -> None:
+    train, val = binary(training_data), binary(validation_data)
+    stop = keras.callbacks.EarlyStopping("accuracy", patience=9)
+    rate = keras.callbacks.ReduceLROnPlateau("accuracy", patience=9)
+    alone, model = (make_model(distributed=made, metrics=["accuracy"]) for made in (False, True))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        logs = fit(
+            model, train(RANK)[:2], val(RANK)[:2], [stop, *averaged(), rate, *averaged()], epochs=2
+        )
+    del logs["learning_rate"]
+    assert_equal(logs, fit(alone, of_all_ranks(train)[:2], of_all_ranks(val)[:2], epochs=2))
+    assert not [w for w in caught if "MetricAverageCallback" in str(w.message)]
+
+
 def test_evaluate_that_breaks_off_leaves_later_ones_alone() -> None:
     class BreakOff(keras.callbacks.Callback):
         def on_test_batch_end(self, batch, logs=None):
