@@ -299,8 +299,10 @@ def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
         trial.adds_up |= getattr(loss, "reduction", None) in _SUMS
         if value.shape.rank:
             return value
-        y_pred = tf.cast(y_pred, value.dtype)
-        return tf.reduce_mean(y_pred + tf.square(y_pred))
+        targets = [one for one in tf.nest.flatten(y_true) if isinstance(one, tf.Tensor)]
+        parts = [y_pred, *(one for one in targets if one.dtype.is_floating)]  # made of the batch
+        parts = [tf.cast(one, value.dtype) for one in parts]
+        return tf.add_n([tf.reduce_mean(one + tf.square(one)) for one in parts])
     own = weighing.get()
     is_loop = rank_info.is_initialized() and rank_info.size() > 1 and not model_ranks.alone.get()
     if (own is None and (not is_loop or missing_calls.in_fit.get())) or agree.is_building.get():

@@ -86,6 +86,14 @@ class ByRowsInLoss(OverRowsInLoss):
         return super(OverRows, self).compute_loss(x, y, y_pred) + keras.ops.mean(y_pred**2)
 
 
+class OverRowsInTarget(OverRowsInLoss):
+    """As in clustering."""
+
+    def compute_loss(self, x, y, y_pred, *_, **__):
+        target = keras.ops.stop_gradient(y - keras.ops.mean(y_pred, 0))
+        return keras.losses.MeanSquaredError()(target, y_pred)
+
+
 class OverRowsInAddedLoss(OverRowsInLoss):
     """As experts' loads are balanced."""
 
@@ -125,6 +133,17 @@ class ByRowsInStep(OverRowsInStep):
         return keras.ops.mean((y + drawn - y_pred) ** 2) + keras.ops.sum(self.dense.kernel**2)
 
 
+class ByRowsInTarget(OverRowsInStep):
+    """As in distillation; the teacher normalizes."""
+
+    def total(self, x, y):
+        teacher = keras.ops.stop_gradient(self(self.norm(x, training=True)))
+        classes = keras.losses.KLDivergence()(
+            keras.ops.softmax(teacher), keras.ops.softmax(self(x))
+        )
+        return keras.losses.MeanSquaredError()(teacher + y, self(x)) + classes
+
+
 class SumInStep(OverRowsInStep):
     def total(self, x, y):
         return keras.ops.sum((y - self(x)) ** 2)
@@ -161,11 +180,11 @@ class OverRowsInItsStep(OverRowsInStep):
 
 
 MIXING = OverRows, OverFirstRow, OverRowsInLoss, OverRowsInStep, OverRowsInAddedLoss
-MIXING += OverKnownInStep, OverNonzeroInStep, OverRowsInItsStep
+MIXING += OverKnownInStep, OverNonzeroInStep, OverRowsInItsStep, OverRowsInTarget
 TOLD = {**dict.fromkeys(MIXING, "other than by a mean"), SumInStep: "adds up the rows"}
 
 
-@pytest.mark.parametrize("kind", [*TOLD, OverAllRows, ByRowsInLoss, ByRowsInStep])
+@pytest.mark.parametrize("kind", [*TOLD, OverAllRows, ByRowsInLoss, ByRowsInStep, ByRowsInTarget])
 def test_a_model_of_ones_own_under_strict(kind: type[keras.Model], monkeypatch) -> None:
     x = np.random.default_rng(hvd.rank()).normal(size=(8, 3))
     model = kind()
