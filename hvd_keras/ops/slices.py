@@ -20,8 +20,8 @@ def reduce_slices(
     """Gather the rows of all ranks, any number of each, and scale them.
 
     Rows that occur twice are not summed, except those of lookups that do not depend on the batch,
-    such as positions: Keras's adaptive optimizers square each row separately, so the result needs
-    the rows of one process.
+    such as positions, or of each id once: Keras's adaptive optimizers square each row separately,
+    so the result needs the rows of one process.
 
     Args:
         compression: how the values are sent.
@@ -61,7 +61,9 @@ def reduce_slices(
 
 
 def _is_common(indices: tf.Tensor) -> tf.Tensor:
-    """Whether a lookup of different rows does not depend on the batch, bool ``[1]``."""
+    """Whether one process would look up each row once, for all ranks' batches, bool ``[1]``."""
+    if _are_unique(indices):
+        return tf.constant([True])
     if not _is_constant(indices):
         return tf.constant([False])
     # A row that occurs twice belongs to several examples, such as a segment number of all tokens.
@@ -72,25 +74,47 @@ def _is_common(indices: tf.Tensor) -> tf.Tensor:
     return tf.logical_and(are_different, tf.logical_not(is_one))[tf.newaxis]
 
 
+def _are_unique(indices: tf.Tensor) -> bool:
+    """Whether they are the different ids of a batch, as ``tf.nn.embedding_lookup_sparse`` has."""
+    if not tf.is_symbolic_tensor(indices):
+        return False  # In eager execution nobody knows.
+    while indices.op.type in ("Cast", "Identity", "Reshape"):
+        indices = indices.op.inputs[0]
+    number = {"Unique": 0, "UniqueV2": 0, "UniqueWithCounts": 0, "UniqueWithCountsV2": 0}
+    number |= {f"SparseSegment{of}GradV2": 1 for of in ("Mean", "SqrtN", "Sum")}
+    return number.get(indices.op.type) == indices.value_index
+
+
 def _is_constant(tensor: tf.Tensor) -> bool:
-    """Whether a tensor of a graph is computed from constants and shapes alone, not from data."""
-    if tf.is_symbolic_tensor(tensor):
-        seen, found = set(), [tensor.op]
-        while found:
-            op = found.pop()
+    """Whether a tensor of a graph is computed from shapes and from what is no data.
+
+    That are constants, tensors from outside of a function, and integers in variables.
+    """
+    if not tf.is_symbolic_tensor(tensor):
+        return False
+    seen, found = set(), [tensor]
+    while found:
+        one = found.pop()
+        op = one.op
+        if op.type == "Placeholder":
+            of_function = getattr(op.graph, "captures", ())
+            captured = [outer for outer, inner in of_function if inner is one]
+            if not captured:
+                return False  # an argument
+            found += filter(tf.is_symbolic_tensor, captured)
+        elif op.type != "ReadVariableOp" or not one.dtype.is_integer:
             if op.op_def.is_stateful or (not op.inputs and op.type != "Const"):
                 return False
-            if op.name not in seen and op.type not in ("Shape", "ShapeN", "Size"):
-                found += [value.op for value in op.inputs]
-            seen.add(op.name)
-        return True
-    return False  # In eager execution nobody knows.
+            if (op.graph, op.name) not in seen and op.type not in ("Shape", "ShapeN", "Size"):
+                found += op.inputs
+            seen.add((op.graph, op.name))
+    return True
 
 
 def _sum_equal_lookups(
     values: tf.Tensor, indices: tf.Tensor, are_common: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Sum the ranks' rows if the lookup does not depend on the batch, as that of positions.
+    """Sum the ranks' rows if one process would look up each row once, as those of positions.
 
     One process has each of its rows once, with the sum. Ranks with shorter sequences have looked up
     only the first of the others' indices.

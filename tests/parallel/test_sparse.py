@@ -8,7 +8,7 @@ import tensorflow as tf
 import hvd_keras as hvd
 from tests.harness import training
 
-RANK = hvd.rank()
+RANK, SIZE = hvd.rank(), hvd.size()
 optimizers = keras.optimizers
 UPDATES_ROWS = {
     "SGD": lambda **options: optimizers.SGD(0.1, **options),
@@ -80,3 +80,64 @@ def test_lookups_are_those_of_keras() -> None:
         assert ragged.flat_values.shape == (3, 4)
         with tf.device("/cpu:0"), pytest.raises(tf.errors.InvalidArgumentError):
             layer(tf.constant([[training.WORDS]]))  # a GPU returns zeros
+
+
+class Looks(keras.layers.Layer):
+    """Looks up each row once, however many examples use it."""
+
+    def __init__(self, kind: str, rows: int) -> None:
+        super().__init__()
+        self.kind, self.rows = kind, rows
+
+    def build(self, shape) -> None:
+        self.table = self.add_weight(shape=(self.rows, 2), name="table")
+        if self.kind == "positions of build":  # too many for a constant of the graph
+            self.ids = keras.ops.arange(self.rows)
+        if self.kind == "positions in a weight":
+            self.ids = self.add_weight(
+                shape=(self.rows,),
+                dtype="int32",
+                initializer=lambda shape, dtype: keras.ops.arange(shape[0], dtype=dtype),
+                trainable=False,
+            )
+
+    def call(self, x):
+        if self.kind.startswith("positions"):
+            rows = keras.ops.take(self.table, keras.ops.cast(self.ids, "int64"), axis=0)
+            return keras.ops.cast(x[:, :1], "float32") * keras.ops.sum(rows**2, axis=0)
+        if self.kind == "unique":
+            ids, places = tf.unique(tf.reshape(x, [-1]))
+            rows = tf.gather(tf.gather(self.table, ids), places)
+            return tf.reduce_sum(tf.reshape(rows, [-1, x.shape[1], 2]), 1)
+        sparse = tf.sparse.from_dense(x + 1)
+        sparse = sparse.with_values(sparse.values - 1)
+        found = tf.nn.embedding_lookup_sparse
+        if self.kind == "bag that is safe":
+            return tf.nn.safe_embedding_lookup_sparse(self.table.value, sparse)
+        return found(self.table.value, sparse, None, combiner="sqrtn")
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "Adagrad"])
+@pytest.mark.parametrize(
+    "kind", ["positions of build", "positions in a weight", "unique", "bag", "bag that is safe"]
+)
+def test_rows_that_a_batch_has_once_are_updated_once(kind: str, optimizer: str) -> None:
+    """Such optimizers square what one process has as the sum of all rows."""
+    rows = 200 if kind.startswith("positions") else 9
+    ids = np.random.default_rng(3).integers(0, 9, (8 * SIZE, 4))  # ranks have ids in common
+    data = ids, ids.sum(1, keepdims=True) / 9
+
+    def fitted(shared: bool) -> list[np.ndarray]:
+        net = keras.Sequential([keras.Input((4,), dtype="int32"), Looks(kind, rows)])
+        net.set_weights([np.ones_like(w) if w.dtype == "float32" else w for w in net.get_weights()])
+        made = getattr(optimizers, optimizer)(0.1)
+        net.compile(hvd.DistributedOptimizer(made) if shared else made, "mse", jit_compile=False)
+        if shared:
+            net.fit(hvd.data.shard(data, batch_size=4, shuffle=False), epochs=2, verbose=0)
+        else:
+            with hvd.local_fit():
+                net.fit(*data, batch_size=4 * SIZE, shuffle=False, epochs=2, verbose=0)
+        return net.get_weights()
+
+    for one, other in zip(fitted(True), fitted(False), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
