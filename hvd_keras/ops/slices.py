@@ -82,7 +82,7 @@ def _are_unique(indices: tf.Tensor) -> bool:
         indices = indices.op.inputs[0]
     number = {"Unique": 0, "UniqueV2": 0, "UniqueWithCounts": 0, "UniqueWithCountsV2": 0}
     number |= {f"SparseSegment{of}GradV2": 1 for of in ("Mean", "SqrtN", "Sum")}
-    return number.get(indices.op.type) == indices.value_index
+    return bool(number.get(indices.op.type) == indices.value_index)
 
 
 def _is_constant(tensor: tf.Tensor) -> bool:
