@@ -137,6 +137,13 @@ def load_model(
             if _METADATA in archive.namelist():
                 found = json.loads(archive.read(_METADATA)).get("hvd_keras")
             if found is not None:
+                of_averages = compression is Compression.none and op is ops.Average
+                if not of_averages or shard_state or backward_passes_per_step > 1:
+                    missing_calls.tell(
+                        f"hvd.load_model: {filepath} has divided tables and no optimizer. Give "
+                        "arguments about an optimizer to hvd.DistributedOptimizer instead.",
+                        global_process_set,
+                    )
                 return _load(archive, custom_objects)
     objects = {cls.__name__: cls for cls in custom_optimizers or ()}
     model = keras.models.load_model(filepath, custom_objects={**objects, **(custom_objects or {})})

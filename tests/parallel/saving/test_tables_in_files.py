@@ -240,10 +240,14 @@ def test_a_saved_model_is_plain_keras(directory, shard) -> None:
     assert words(["b"]).numpy() == [2]
 
 
-def test_a_saved_model_with_layers_of_hvd_keras(directory) -> None:
+def test_a_saved_model_with_layers_of_hvd_keras(directory, warned) -> None:
     model = build()
     hvd.broadcast_variables(model.variables, 0)
     save_and_compare(directory / "model.keras", model, plain=False)
+    assert not warned
+    hvd.load_model(directory / "model.keras", shard_state=True)
+    assert len(warned) == (RANK == 0)
+    assert all("no optimizer. Give arguments about an optimizer to" in text for text in warned)
 
 
 def test_a_plain_layer_of_the_same_name_in_another_model_stays_plain(directory) -> None:
