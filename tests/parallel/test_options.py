@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import hvd_keras as hvd
 from hvd_keras.gradients import agreement
+from hvd_keras.runtime import libraries
 from tests.harness import inputs, training
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -153,6 +154,8 @@ def test_options_that_do_not_change_the_result(options: dict) -> None:
 @pytest.mark.parametrize("xla", [False, True])
 def test_on_a_gpu_all_buckets_are_awaited_once(monkeypatch, compression: str, xla: bool) -> None:
     """As if there was a GPU: on a CPU each bucket's call waits, and what follows only passes on."""
+    if xla and (problem := libraries.why_no_xla()):
+        pytest.skip(problem)
     monkeypatch.setattr(agreement, "has_gpu", lambda: True)
     rows = tf.IndexedSlices(tf.fill((1, 2), RANK + 1.0), tf.constant([RANK]), (SIZE, 2))
     given = [*gradients(), rows]
