@@ -224,3 +224,13 @@ def _is_one(tensor: Any) -> bool:
         return bool(np.all(value == 1))
     given = [source for source in tensor.op.inputs if source.dtype.is_floating]
     return tensor.op.type in _PASSING and bool(given) and all(map(_is_one, given))
+
+
+def is_computed(target: Any) -> bool:
+    """Whether a target may be made of several rows: it is computed, and no data in some shape."""
+    if not isinstance(target, tf.Tensor) or hasattr(target, "numpy"):
+        return False
+    op = target.op
+    while op.type in _PASSING and op.inputs:
+        op = op.inputs[0].op
+    return target.dtype.is_floating and op.type not in _DATA

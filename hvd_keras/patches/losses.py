@@ -302,8 +302,7 @@ def call(loss_call: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
         trial.adds_up |= getattr(loss, "reduction", None) in _SUMS
         if value.shape.rank:
             return value
-        targets = [one for one in tf.nest.flatten(y_true) if isinstance(one, tf.Tensor)]
-        parts = [y_pred, *(one for one in targets if one.dtype.is_floating)]  # made of the batch
+        parts = [y_pred, *filter(divided_losses.is_computed, tf.nest.flatten(y_true))]
         parts = [tf.cast(one, value.dtype) for one in parts]
         return tf.add_n([tf.reduce_mean(one + tf.square(one)) for one in parts])
     own = weighing.get()
