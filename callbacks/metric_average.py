@@ -113,11 +113,11 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
         for reason in dict.fromkeys(new.values()):
             keys = ", ".join(name for name in new if new[name] == reason)
             text = (
-                f"MetricAverageCallback: for {keys} the unweighted mean of the ranks' values is "
-                f"logged, because {reason}."
+                f"hvd_keras: MetricAverageCallback: for {keys} the unweighted mean of the ranks' "
+                f"values is logged, because {reason}."
             )
             if missing_calls.is_error(parts=False):
-                raise ValueError(f"hvd_keras: {text}")
+                raise ValueError(text)
             if self.process_set.rank() == 0:
                 warnings.warn(text, stacklevel=2)
 

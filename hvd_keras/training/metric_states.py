@@ -159,6 +159,7 @@ def reduce_logs(
                 continue
             reason = (
                 f"the state of {type(state.metric).__name__} is not known to be a sum over samples"
+                ". If it is, derive the class from keras.metrics.Sum or Mean, and add no variables"
                 if logged
                 else "the logged values are not those of the model's metrics, but come from a "
                 "callback or your train_step"

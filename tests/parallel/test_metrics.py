@@ -193,6 +193,7 @@ def test_states_that_are_no_sums_are_averaged_with_one_warning(metric) -> None:
     assert len(told) == (RANK == 0)
     assert all(f"for {name} the unweighted mean" in text for text in told)
     assert all(metric.__name__ in text for text in told)
+    assert all("derive the class from keras.metrics.Sum or Mean" in text for text in told)
     for key in (name, f"val_{name}"):
         mean = np.mean(agree.gather_json("fallback", plain(local)[key]), axis=0)
         np.testing.assert_allclose(logs.pop(key), [mean[0]] * 3, rtol=1e-6)
