@@ -17,7 +17,7 @@ from hvd_keras.data.sources import Passes
 from hvd_keras.gradients import model_ranks, shards
 from hvd_keras.gradients.values import Values, check_rows, row_hashes
 from hvd_keras.runtime import agree, log, settings
-from hvd_keras.runtime.keras import is_of_keras, keras, replaced, snapshot, summary
+from hvd_keras.runtime.keras import keras, replaced, snapshot, summary
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.training import metric_states, rounds, variables
 from hvd_keras.training.fit_state import Fit
@@ -123,10 +123,12 @@ def on_leader_alone(
     with contextlib.ExitStack() as stack:
         for callback in {id(callback): callback for callback in callbacks}.values():
             cls: Any = type(callback)
-            prints = getattr(callback, "verbose", 0) and not settings.read().verbose_all
-            if process_set.rank() != 0 and (isinstance(callback, _WRITERS) or prints):
+            if isinstance(callback, _WRITERS) and process_set.rank() != 0:
                 stack.callback(setattr, callback, "__class__", cls)
-                callback.__class__ = (_silent if isinstance(callback, _WRITERS) else _quiet)(cls)
+                callback.__class__ = _silent(cls)
+            prints = cls.__module__.startswith("keras.") and getattr(callback, "verbose", 0)
+            if prints and process_set.rank() != 0 and not settings.read().verbose_all:
+                stack.enter_context(replaced(callback, "verbose", 0))
             if isinstance(callback, _CHECKPOINT) and common is not None:
                 save = functools.partial(_save, common, callback, callback._save_model)
                 stack.enter_context(replaced(callback, "_save_model", save))
@@ -208,32 +210,8 @@ def _silent(cls: Any) -> Any:
         changed = {"on_train_begin": on_train_begin}
     else:
         changed["set_model"] = keras.callbacks.Callback.set_model
-    return _derived(cls, writer, changed)
-
-
-@functools.cache
-def _quiet(cls: Any) -> Any:
-    """Return a class of which the hooks that it has from Keras's print nothing."""
-    base = next(base for base in cls.__mro__ if is_of_keras(base))
-    if base in (keras.callbacks.Callback, keras.callbacks.ProgbarLogger):  # fit sets that of a bar
-        return cls
-
-    def quiet(hook: Any) -> Any:
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with replaced(self, "verbose", 0):
-                return hook(self, *args, **kwargs)
-
-        return call
-
-    hooks = {name: quiet(hook) for name, hook in vars(base).items() if name.startswith("on_")}
-    return _derived(cls, base, hooks)
-
-
-def _derived(cls: Any, base: Any, changed: dict[str, Any]) -> Any:
-    """Return a class that derives from ``cls``, whose base has changed methods."""
-    between = type(base.__name__, (base,), changed)
-    module = {"__module__": cls.__module__}  # what it writes is still the script's
-    return between if cls is base else type(cls.__name__, (cls, between), module)
+    silent = type(writer.__name__, (writer,), changed)
+    return silent if cls is writer else type(cls.__name__, (cls, silent), {})
 
 
 class CountSteps(keras.callbacks.Callback):  # type: ignore[misc]

@@ -145,14 +145,14 @@ def test_files_of_own_callbacks_are_written_by_one_rank(directory, monkeypatch, 
     told = []
     monkeypatch.setattr(missing_calls, "tell", lambda text, *_: told.append(text))
 
-    class Log(keras.callbacks.EarlyStopping):
+    class Log(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             if RANK == 0 or whose != "one":
                 name = f"{RANK}.txt" if whose == "each" else "log.txt"
                 with open(os.devnull, "w"), open(directory / name, "a") as file:
                     file.write(f"{epoch}\n")
 
-    fit(compiled(), [Log(verbose=1), keras.callbacks.CSVLogger(directory / "log.csv")])
+    fit(compiled(), [Log(), keras.callbacks.CSVLogger(directory / "log.csv")])
     assert [("callback Log writes" in text, "log.txt" in text) for text in told] == (
         [(True, True)] if whose == "all" else []
     )
@@ -160,18 +160,12 @@ def test_files_of_own_callbacks_are_written_by_one_rank(directory, monkeypatch, 
 
 @several
 def test_callbacks_of_keras_print_on_one_rank(capfd) -> None:
-    class Stop(keras.callbacks.EarlyStopping):
-        def on_epoch_end(self, epoch, logs=None):
-            super().on_epoch_end(epoch, logs)
-            print("its own part" * self.verbose)
-
-    stop = Stop("loss", patience=0, min_delta=99, verbose=1)
+    stop = keras.callbacks.EarlyStopping("loss", patience=0, min_delta=99, verbose=1)
     rate = keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=99, verbose=1)
     schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate, verbose=1)
     fit(compiled(), [hvd.callbacks.MetricAverageCallback(), schedule, rate, stop], epochs=3)
     printed = capfd.readouterr().out
     assert ("early stopping" in printed) == ("setting learning rate" in printed) == (RANK == 0)
-    assert "its own part" in printed
     assert (stop.verbose, rate.verbose, schedule.verbose) == (1, 1, 1)
 
 
