@@ -3,18 +3,16 @@
 What the step does is seen in the gradient that comes back.
 """
 
-import contextvars
 import functools
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from hvd_keras.gradients import missing_calls
-from hvd_keras.runtime import agree
 from hvd_keras.training import fit_state
 
 
@@ -107,53 +105,7 @@ def of_compile(loss: Any, value: Any, y_pred: Any, own: Any) -> Any:
             )
         return upstream
 
-    result = tf.custom_gradient(lambda value: (tf.identity(value), gradient))(value)
-    _of_compile.get([]).append(result)
-    return result
-
-
-# What ``of_compile`` has returned while compute_loss runs.
-_of_compile: contextvars.ContextVar[list[Any]] = contextvars.ContextVar("losses of compile")
-
-
-def of_total(model: Any, compute_loss: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a compute_loss of one's own; tell if it adds something to rows, which are summed.
-
-    The losses of rows count as on all ranks, and what is added as on this one.
-    """
-    with agree.within(_of_compile, []):
-        value = compute_loss(*args, **kwargs)
-        known = [one.op for one in _of_compile.get() if not hasattr(one, "numpy")]
-    is_vector = isinstance(value, tf.Tensor) and value.shape.rank != 0
-    if not is_vector or not known or hasattr(value, "numpy") or not _adds(value.op, known):
-        return value
-
-    def gradient(upstream: Any) -> Any:
-        if not set(_divisors(upstream, model.optimizer, 1.0)):
-            missing_calls.warn_if_averaged(
-                f"compute_loss of {type(model).__name__} adds something to the loss of each row, "
-                "and the sum is trained, in which that has less weight than on one process, by the "
-                "number of ranks. Return one number: the mean of the rows' losses, and what is "
-                "added, such as a penalty.",
-                of_gradient=True,
-            )
-        return upstream
-
     return tf.custom_gradient(lambda value: (tf.identity(value), gradient))(value)
-
-
-def _adds(op: Any, known: Sequence[Any]) -> bool:
-    """Whether an operation adds something else to what is computed from known ones."""
-    if op.type in ("Add", "AddV2", "AddN", "Sub") and op not in known:
-        return any(_adds(tensor.op, known) for tensor in op.inputs)
-    waiting, seen = [op], {op}
-    while waiting:
-        if (one := waiting.pop()) in known:
-            return False
-        found = {tensor.op for tensor in one.inputs} - seen
-        seen |= found
-        waiting += found
-    return bool(op.type != "Const")
 
 
 _DIVISIONS = {"RealDiv", "Div", "DivNoNan"}

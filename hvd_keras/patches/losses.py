@@ -154,9 +154,6 @@ def weighed(
             if (of_compile := getattr(model, "_compile_metrics", None)) is not None:
                 alone = functools.partial(_update_compiled, of_compile, of_compile.update_state)
                 stack.enter_context(replaced(of_compile, "update_state", alone))
-            if trains and overrides(model, "compute_loss"):
-                told = functools.partial(divided_losses.of_total, model, model.compute_loss)
-                stack.enter_context(replaced(model, "compute_loss", told))
             if counts:
                 of_all = functools.partial(_compute_loss, own, model.compute_loss)
                 stack.enter_context(replaced(model, "compute_loss", of_all))

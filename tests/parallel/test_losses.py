@@ -121,32 +121,6 @@ def test_a_sum_that_is_divided_by_a_constant(divisor, is_told, by_loss, warned) 
 SGD = keras.optimizers.SGD
 
 
-ADDED = {
-    "nothing": lambda each, y_pred, penalty: each,
-    "factors": lambda each, y_pred, penalty: y_pred[:, 0] ** 2 * each - each + 1.0,
-    "to a mean": lambda each, y_pred, penalty: tf.reduce_mean(each) + penalty,
-    "penalty": lambda each, y_pred, penalty: each * 1.0 + penalty,
-    "rows": lambda each, y_pred, penalty: tf.reduce_mean(y_pred**2, -1) - each,
-}
-
-
-@pytest.mark.cases(3)
-@pytest.mark.parametrize("added", ADDED)
-def test_a_compute_loss_that_adds_something_to_the_losses_of_rows(added: str, warned) -> None:
-    class Own(keras.Model):
-        def compute_loss(self, x=None, y=None, y_pred=None, *args, **kwargs):
-            each = super().compute_loss(x, y, y_pred, *args, **kwargs)
-            return ADDED[added](each, y_pred, 0.01 * tf.reduce_sum(self.layers[-1].kernel ** 2))
-
-    model = column()
-    model = Own(model.inputs, model.outputs[0])
-    model.compile(hvd.DistributedOptimizer(SGD(0.001)), losses.MeanSquaredError(reduction="none"))
-    x, y, _ = rows()
-    training.fit(model, data=(mine(x), mine(y)[:, 0]))
-    told = any("adds something to the loss of each row" in text for text in warned)
-    assert told == (added in ("penalty", "rows")), warned
-
-
 def check(make, optimizer=SGD, weighted=False, targets=lambda y: y, jit=False, **options) -> None:
     """Compares one process, which has all rows, with all ranks: weights and logs."""
     alone, together = make(), make()
