@@ -94,7 +94,8 @@ class LearningRateScheduleCallback(_LearningRate):
 
     Raises:
         ValueError: ``initial_lr`` is None; (in ``fit``) the number of steps is needed and unknown,
-            or the optimizer's rate is a schedule, a function or does not exist (``MultiOptimizer``).
+            or the optimizer's rate is a schedule or a function, or does not exist
+            (``MultiOptimizer``).
 
     Example:
         hvd.callbacks.LearningRateScheduleCallback(0.1, lambda epoch: 0.1 ** (epoch // 30))

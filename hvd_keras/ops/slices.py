@@ -39,8 +39,8 @@ def reduce_slices(
         # One's own rows are fewer than all, but a compressed value may be too small to be divided.
         own = scaled(one.values) if compression is Compression.none else one.values
         values, context = converted(compression.compress)(own)
-        # Three tensors of one request: [rows, ...], [rows] and [1].
-        parts += [values, one.indices, _is_common(one.indices)]
+        # Three tensors of one request: [rows, ...], [rows] and [2].
+        parts += [values, one.indices, _kind(one.indices)]
         contexts.append(context)
     gathered = validate.raw.hvd_allgather(
         parts,
@@ -50,28 +50,34 @@ def reduce_slices(
     )
     results = []
     for i, one in enumerate(slices):
-        values, indices, are_common = gathered[3 * i : 3 * i + 3]
+        values, indices, kinds = gathered[3 * i : 3 * i + 3]
         values = converted(compression.decompress)(values, contexts[i])
         if compression is not Compression.none:
             values = scaled(values)
         if process_set.size() > 1:
-            values, indices = _sum_equal_lookups(values, indices, are_common)
+            values, indices = _sum_equal_lookups(values, indices, kinds)
         results.append(tf.IndexedSlices(values, indices, one.dense_shape))
     return results
 
 
-def _is_common(indices: tf.Tensor) -> tf.Tensor:
-    """Whether one process would look up each row once, for all ranks' batches, bool ``[1]``."""
-    if _are_unique(indices):
-        return tf.constant([True])
-    if not _is_constant(indices):
-        return tf.constant([False])
+# What is known of a rank's indices: nothing; that one process would look up each row once if those
+# of other ranks are the same, or the first of them; that it would in any case.
+_UNKNOWN, _IF_SAME, _COMMON = range(3)
+
+
+def _kind(indices: tf.Tensor) -> tf.Tensor:
+    """Whether one process would look up each row once, and how many there are, int64 ``[2]``."""
+    size = tf.size(indices, out_type=tf.int64)
+    kind = _COMMON if _are_unique(indices) else _constness(indices)
+    if _are_unique(indices) or kind == _UNKNOWN:
+        return tf.stack([tf.constant(kind, tf.int64), size])
     # A row that occurs twice belongs to several examples, such as a segment number of all tokens.
     # So may a single one, if there are as many as examples.
     ordered = tf.sort(indices)
     are_different = tf.reduce_all(ordered[1:] > ordered[:-1])
     is_one = not indices.shape.is_fully_defined() and tf.size(indices) < 2
-    return tf.logical_and(are_different, tf.logical_not(is_one))[tf.newaxis]
+    found = tf.logical_and(are_different, tf.logical_not(is_one))
+    return tf.stack([tf.cast(found, tf.int64) * kind, size])
 
 
 def _are_unique(indices: tf.Tensor) -> bool:
@@ -85,34 +91,37 @@ def _are_unique(indices: tf.Tensor) -> bool:
     return bool(number.get(indices.op.type) == indices.value_index)
 
 
-def _is_constant(tensor: tf.Tensor) -> bool:
-    """Whether a tensor of a graph is computed from shapes and from what is no data.
+def _constness(tensor: tf.Tensor) -> int:
+    """Whether a tensor of a graph is computed from constants and shapes alone, not from data.
 
-    That are constants, tensors from outside of a function, and integers in variables.
+    Arrays, tensors from outside of a function, and integers in variables may be positions or data.
     """
     if not tf.is_symbolic_tensor(tensor):
-        return False
-    seen, found = set(), [tensor]
+        return _UNKNOWN
+    kind, seen, found = _COMMON, set(), [tensor]
     while found:
         one = found.pop()
         op = one.op
+        captured = []
         if op.type == "Placeholder":
             of_function = getattr(op.graph, "captures", ())
             captured = [outer for outer, inner in of_function if inner is one]
-            if not captured:
-                return False  # an argument
+        if captured or (op.type == "ReadVariableOp" and one.dtype.is_integer):
+            kind = _IF_SAME
             found += filter(tf.is_symbolic_tensor, captured)
-        elif op.type != "ReadVariableOp" or not one.dtype.is_integer:
-            if op.op_def.is_stateful or (not op.inputs and op.type != "Const"):
-                return False
-            if (op.graph, op.name) not in seen and op.type not in ("Shape", "ShapeN", "Size"):
-                found += op.inputs
-            seen.add((op.graph, op.name))
-    return True
+            continue
+        if op.op_def.is_stateful or (not op.inputs and op.type != "Const"):
+            return _UNKNOWN
+        if op.type == "Const" and one.shape.rank != 0 and one.shape.num_elements() != 1:
+            kind = _IF_SAME
+        if (op.graph, op.name) not in seen and op.type not in ("Shape", "ShapeN", "Size"):
+            found += op.inputs
+        seen.add((op.graph, op.name))
+    return kind
 
 
 def _sum_equal_lookups(
-    values: tf.Tensor, indices: tf.Tensor, are_common: tf.Tensor
+    values: tf.Tensor, indices: tf.Tensor, kinds: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Sum the ranks' rows if one process would look up each row once, as those of positions.
 
@@ -120,8 +129,7 @@ def _sum_equal_lookups(
     only the first of the others' indices.
 
     ``values`` are ``[sum of rows, ...]``, in the order of the ranks, ``indices`` ``[sum of rows]``,
-    ``are_common`` ``[ranks]``. The results have the same shapes; rows that are no longer needed are
-    0.
+    ``kinds`` ``[2 * ranks]``. The results have the same shapes; rows no longer needed are 0.
     """
 
     def summed() -> tuple[tf.Tensor, tf.Tensor]:
@@ -134,7 +142,18 @@ def _sum_equal_lookups(
         total = tf.math.unsorted_segment_sum(tf.gather(values, order), place, size)
         return total, tf.maximum(rows, ordered[:1])
 
-    found: tuple[tf.Tensor, tf.Tensor] = tf.cond(
-        tf.reduce_all(are_common), summed, lambda: (values, indices)
-    )
+    kind, sizes = tf.unstack(tf.reshape(kinds, [-1, 2]), axis=1)
+
+    def are_same() -> tf.Tensor:
+        ends, places = tf.cumsum(sizes), tf.range(tf.size(indices, out_type=tf.int64))
+        rank = tf.reduce_sum(tf.cast(places[:, tf.newaxis] >= ends, tf.int64), 1)
+        starts = ends - sizes
+        longest = tf.gather(starts, tf.argmax(sizes))
+        return tf.reduce_all(
+            tf.equal(indices, tf.gather(indices, longest + places - tf.gather(starts, rank)))
+        )
+
+    least = tf.reduce_min(kind)
+    are_common = tf.cond(tf.equal(least, _IF_SAME), are_same, lambda: tf.equal(least, _COMMON))
+    found: tuple[tf.Tensor, tf.Tensor] = tf.cond(are_common, summed, lambda: (values, indices))
     return found

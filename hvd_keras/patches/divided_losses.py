@@ -4,8 +4,6 @@ What the step does is seen in the gradient that comes back.
 """
 
 import functools
-import itertools
-import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,20 +26,17 @@ def of_step(loss: Any, value: Any, y_pred: Any, ranks: int) -> Any:
     divided by a constant. ``ranks``: how many take the step.
     """
     # A mean of several values of each row may divide by as many as all ranks have rows.
-    rows = tf.nest.flatten(y_pred)[0]
-    sizes = [size or 1 for size in getattr(rows, "shape", ())[1:]]
-    of_row = [*itertools.accumulate(sizes, operator.mul)]  # how many values it may have
-    rank = value.shape.rank or 0
-    has_several = rank > 1 or (rank == 0 and ranks in of_row)
-    may_be_rows = functools.partial(_may_be_rows, rows, 0 if has_several else ranks)
+    rows, size = tf.nest.flatten(y_pred)[0], ranks
+    ranks = ranks if (value.shape.rank or 0) < 2 else 0
+    may_be_rows = functools.partial(fit_state.may_be_number_of_rows, ranks)
 
     def gradient(upstream: Any) -> Any:
         # Eager code cannot tell a divisor from other factors.
         found = set() if hasattr(upstream, "numpy") else set(_divisors(upstream, None, 1.0))
         large = [one for one in found if one and one > fit_state.FEW]
-        has_rows = len(getattr(rows, "shape", ())) > 0 and rows.shape[0] != 1
-        is_sum = has_rows and None not in found and large and not any(map(may_be_rows, large))
-        if has_rows and (is_sum or _is_one(upstream)):
+        is_sum = None not in found and bool(large) and not any(map(may_be_rows, large))
+        known = rows.shape[0] if len(getattr(rows, "shape", ())) > 0 else 1
+        if (is_sum or _is_one(upstream)) and known != 1:
             missing_calls.warn_if_averaged(
                 f"the loss {name_of(loss)}, which adds up rows, is used as a sum, and the "
                 "ranks' gradients are averaged, so they are smaller than those of one process. "
@@ -49,28 +44,31 @@ def of_step(loss: Any, value: Any, y_pred: Any, ranks: int) -> Any:
                 "leave reduction out.",
                 of_gradient=True,
             )
+        elif ranks and known and large == [known * size] and not _is_part(known, size, rows):
+            missing_calls.warn_if_averaged(
+                f"the loss {name_of(loss)}, which adds up rows, is divided by {known * size}, and "
+                "the ranks' gradients are averaged. If that is the number of the global batch's "
+                f"rows, they are {size} times smaller than those of one process: divide by the "
+                f"{known} rows of this rank.",
+                of_gradient=True,
+            )
         return upstream
 
     return tf.custom_gradient(lambda value: (tf.identity(value), gradient))(value)
 
 
-#: Numbers of rows that graphs outside of fit have, of predictions and of what they get.
-_seen: set[int] = set()
+_seen: set[int] = set()  # numbers of rows of predictions, and of what their graphs get
 
 
-def _may_be_rows(rows: Any, ranks: int, number: float) -> bool:
-    """Whether a constant divisor may be a number of this rank's rows, in fit or a loop.
+def _is_part(known: int, ranks: int, rows: Any) -> bool:
+    """Whether a rank's batch may have as many rows as these ones on all ranks.
 
-    In a loop, predictions may be of some rows of a batch, of the last one, or of tokens.
+    They may be some rows of it, or a last batch; and a row may have a token for each rank.
     """
-    own, known = fit_state.current.get(), rows.shape[0]
-    if own is not None or known is None:
-        return fit_state.may_be_number_of_rows(ranks, number)
     every = tf.compat.v1.get_default_graph().get_operations()
     given = [op.outputs[0].shape for op in every if op.type in _DATA]
     _seen.update(shape[0] for shape in (rows.shape, *given) if shape.rank and shape[0])
-    may_be = functools.partial(fit_state.may_be_number_of_rows, ranks, number)
-    return any(one % number == 0 or may_be(one) for one in _seen if one >= known)
+    return max(_seen) > known or ranks in np.cumprod([one or 1 for one in rows.shape[1:-1]])
 
 
 def of_compile(loss: Any, value: Any, y_pred: Any, own: Any) -> Any:

@@ -50,7 +50,7 @@ def describe(callbacks: Sequence[Any]) -> dict[str, Any]:
         "communicate": sorted(
             next(cls.__name__ for cls in type(c).__mro__ if "_hvd_communicates" in vars(cls))
             for c in callbacks
-            if hasattr(c, "_hvd_communicates")
+            if hasattr(type(c), "_hvd_communicates")  # not one that passes attributes on
         ),
     }
 

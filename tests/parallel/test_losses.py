@@ -360,11 +360,7 @@ TOKENS, MORE_ROWS = 3, 12
 @pytest.mark.parametrize(
     ("kind", "divisor", "is_told"),
     [
-        *[
-            ("rows", SIZE * MORE_ROWS, True),
-            ("rows", MORE_ROWS, False),
-            ("rows", MORE_ROWS + 3, True),
-        ],
+        *[("rows", SIZE * MORE_ROWS, True), ("rows", MORE_ROWS, False)],
         *[("tape", SIZE * MORE_ROWS, True), ("sum", SIZE * MORE_ROWS, True)],
         *[("tokens", TOKENS * MORE_ROWS, False), ("tokens", MORE_ROWS, False)],
         *[
@@ -408,7 +404,7 @@ def test_a_custom_loop_that_divides_by_a_constant(
     random = np.random.default_rng(RANK)
     for count in (MORE_ROWS, MORE_ROWS, MORE_ROWS // SIZE):  # the last batch is smaller
         step(tf.constant(random.normal(size=(count, 4)), tf.float32))
-    assert any("as a sum" in text for text in warned) == is_told, warned
+    assert any("is divided by" in text for text in warned) == is_told, warned
 
 
 def of_classes(y_true, y_pred):

@@ -141,3 +141,35 @@ def test_rows_that_a_batch_has_once_are_updated_once(kind: str, optimizer: str) 
 
     for one, other in zip(fitted(True), fitted(False), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["captured", "in a variable", "all at once"])
+def test_rows_of_data_from_outside_of_the_step_stay_separate(kind: str) -> None:
+    """Ids that a batch has once, but that other ranks have, too: one process squares each row."""
+    every = np.stack([np.random.default_rng(5 + r).permutation(6)[:4] for r in range(2 * SIZE)])
+
+    def trained(shared: bool) -> np.ndarray:
+        table = tf.Variable(np.ones((6, 2), "float32"))
+        rows = every.reshape(2, SIZE, 4)[:, RANK] if shared else every.reshape(2, 4 * SIZE)
+        data = tf.Variable(rows) if kind == "in a variable" else tf.constant(rows)
+        at = tf.Variable(0)
+        made = optimizers.Adagrad(0.1)
+        made = hvd.DistributedOptimizer(made) if shared else made
+        made.build([table])
+
+        @tf.function
+        def step() -> None:
+            with tf.GradientTape() as tape:
+                ids = data[0] if kind == "all at once" else data[at]
+                found = tf.gather(table, ids) * tf.cast(ids[:, None] + 1, tf.float32)
+                loss = tf.reduce_mean(found**2)
+            made.apply(tape.gradient(loss, [table]), [table])
+            at.assign(1 - at)
+
+        for _ in range(4):
+            step()
+        return table.numpy()
+
+    with hvd.local_fit():
+        alone = trained(False)
+    np.testing.assert_allclose(trained(True), alone, rtol=1e-5)
