@@ -475,8 +475,9 @@ class Checkpoint(Callback):  # type: ignore[misc]
 
         def write() -> None:
             if stored:
-                storage.claim(path)
+                storage.refuse_others(self.directory)
                 storage.write(path, metadata, stored, self._training)
+                storage.refuse_others(self.directory)  # may have written meanwhile
                 storage.prune(path, self.keep)
                 per_rank.remove_others(self.directory, path, names)
 

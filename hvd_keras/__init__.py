@@ -54,7 +54,8 @@ TENSORFLOW_VERSIONS = ">=2.16,<2.23"
 def no_tensorflow(python: str) -> str:
     """Return what to do where the Python of this path has no TensorFlow, in two or three lines."""
     other = "\nIt has PyTorch: for that, set KERAS_BACKEND=torch, and install keras."
-    has_torch = python == sys.executable and importlib.util.find_spec("torch") is not None
+    spec = importlib.util.find_spec("torch") if python == sys.executable else None
+    has_torch = spec is not None and spec.origin is not None  # no mere folder of this name
     return (
         f"hvd_keras needs TensorFlow, and {python} has none. Run\n"
         f"'{python} -m pip install \"tensorflow{TENSORFLOW_VERSIONS}\"', or "

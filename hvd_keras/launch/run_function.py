@@ -64,7 +64,7 @@ def run(
     """
     import cloudpickle
 
-    if isinstance(options, str):
+    if options and isinstance(options, str):
         words = options.split()
         raise TypeError(f"hvd_keras.run: options got {options!r}, expected a list, as in {words}")
     function = cloudpickle.dumps((func, tuple(args), dict(kwargs or {})))

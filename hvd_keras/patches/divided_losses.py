@@ -36,6 +36,7 @@ def of_step(loss: Any, value: Any, y_pred: Any, ranks: int) -> Any:
         large = [one for one in found if one and one > fit_state.FEW]
         is_sum = None not in found and bool(large) and not any(map(may_be_rows, large))
         known = rows.shape[0] if len(getattr(rows, "shape", ())) > 0 else 1
+        is_whole = bool(known) and not _is_part(known, size, rows)
         if (is_sum or _is_one(upstream)) and known != 1:
             missing_calls.warn_if_averaged(
                 f"the loss {name_of(loss)}, which adds up rows, is used as a sum, and the "
@@ -44,7 +45,7 @@ def of_step(loss: Any, value: Any, y_pred: Any, ranks: int) -> Any:
                 "leave reduction out.",
                 of_gradient=True,
             )
-        elif ranks and known and large == [known * size] and not _is_part(known, size, rows):
+        elif ranks and is_whole and large == [known * size]:  # in a loop
             missing_calls.warn_if_averaged(
                 f"the loss {name_of(loss)}, which adds up rows, is divided by {known * size}, and "
                 "the ranks' gradients are averaged. If that is the number of the global batch's "
@@ -68,7 +69,9 @@ def _is_part(known: int, ranks: int, rows: Any) -> bool:
     every = tf.compat.v1.get_default_graph().get_operations()
     given = [op.outputs[0].shape for op in every if op.type in _DATA]
     _seen.update(shape[0] for shape in (rows.shape, *given) if shape.rank and shape[0])
-    return max(_seen) > known or ranks in np.cumprod([one or 1 for one in rows.shape[1:-1]])
+    return max(_seen, default=0) > known or ranks in np.cumprod(
+        [one or 1 for one in rows.shape[1:-1]]
+    )
 
 
 def of_compile(loss: Any, value: Any, y_pred: Any, own: Any) -> Any:

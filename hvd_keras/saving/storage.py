@@ -40,7 +40,8 @@ _TRAINING = "training"  # the file that names the training which begins anew
 # The temporary folders of write_whole, for checkpoints, the parts of per_rank, and that file.
 _UNFINISHED = re.compile(r"\.(checkpoint-\d{5,}-\d{7,}(\.[0-9a-f]{8}-\d{4,})?\.h5|training)\..+")
 
-_known: dict[pathlib.Path, set[str]] = {}  # of each folder, what this process found or wrote there
+# The user blocks of what this process found or wrote in each folder, by name.
+_known: dict[pathlib.Path, dict[str, bytes]] = {}
 
 
 class DamagedError(Exception):
@@ -97,23 +98,28 @@ def remove_unfinished(directory: pathlib.Path) -> None:
 
 
 def note_files(directory: pathlib.Path) -> None:
-    """Note the checkpoints that a training finds, for ``claim``."""
-    _known.setdefault(_resolved(directory), set()).update(path.name for path in files(directory))
+    """Note the checkpoints that a training finds, for ``refuse_others``."""
+    _known.setdefault(_resolved(directory), {}).update(_blocks(directory))
 
 
-def claim(path: pathlib.Path) -> None:
-    """Note a checkpoint that is to be written.
-
-    Raises:
-        RuntimeError: another process has written one into its folder since ``note_files``.
-    """
-    known = _known.setdefault(_resolved(path.parent), set())
-    if others := {other.name for other in files(path.parent)} - known:
+def refuse_others(directory: pathlib.Path) -> None:
+    """Raise RuntimeError if another process has written a checkpoint since ``note_files``."""
+    known = _known.get(_resolved(directory), {})
+    others = [name for name, block in _blocks(directory).items() if known.get(name) != block]
+    if others:
         raise RuntimeError(
-            f"another job has written {min(others)} into {path.parent}. Jobs that run at the same "
-            "time remove each other's checkpoints: give each a directory of its own."
+            f"another job, or the script, has written {others[0]} into {directory}. Jobs that run "
+            "at the same time remove each other's checkpoints: give each a directory of its own."
         )
-    known.add(path.name)
+
+
+def _blocks(directory: pathlib.Path) -> dict[str, bytes]:
+    """Return the user blocks of the checkpoints in a directory, by name."""
+    found = {}
+    for path in files(directory):
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            found[path.name] = file.read(_BLOCK)
+    return found
 
 
 def new_training() -> str:
@@ -166,8 +172,10 @@ def write(
 
     A file of this name is replaced. The variables are consumed one by one. ``training``: its id.
     """
+    block = b""
 
     def fill(temporary: pathlib.Path) -> None:
+        nonlocal block
         with _Disk(temporary, "w+b") as disk:
             try:
                 # One variable at a time: the copies of all would be another model in memory.
@@ -188,6 +196,8 @@ def write(
             disk.check()
 
     write_whole(path, fill)
+    if _NAME.fullmatch(path.name):
+        _known.setdefault(_resolved(path.parent), {})[path.name] = block
 
 
 class _Disk(io.FileIO):
@@ -229,6 +239,7 @@ def prune(newest: pathlib.Path, keep: int) -> None:
     for path in found:
         if path not in older[:keep]:
             path.unlink(missing_ok=True)
+            _known.get(_resolved(path.parent), {}).pop(path.name, None)
     if (marker := newest.parent / _TRAINING).exists():
         _sync(newest.parent)  # the others are gone before they could count again
         marker.unlink()

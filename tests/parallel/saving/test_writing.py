@@ -154,17 +154,21 @@ def test_two_checkpoints_of_one_fit(directory, monkeypatch) -> None:
         assert_same_state(again, undisturbed)
 
 
-def test_a_directory_in_which_another_job_saves(directory) -> None:
-    """Neither removes what the other has written."""
-    theirs = storage.path_of(directory, 9, 0)
+@pytest.mark.parametrize("name", ["checkpoint-00001-0000000.h5", "checkpoint-00009-0000000.h5"])
+def test_a_directory_in_which_another_job_saves(directory, name) -> None:
+    """Its checkpoint stays, whether this job has written one of the same name or not."""
+    elsewhere = directory.parent / "elsewhere" / name
 
     def write(epoch, logs) -> None:
         if (RANK, epoch) == (0, 1):
-            storage.write(theirs, {}, [], "another")
+            storage.write(elsewhere, {}, [], "another")
+            elsewhere.replace(directory / name)
 
     other = keras.callbacks.LambdaCallback(on_epoch_end=write)
-    with pytest.raises(RuntimeError, match=f"another job has written {theirs.name} into "):
+    with pytest.raises(RuntimeError, match=f"another job, or the script, has written {name} into"):
         train(build(adam), hvd.callbacks.Checkpoint(directory, keep=1), other)
     hvd.barrier()
     if RANK == 0:
-        assert storage.files(directory) == [theirs, storage.path_of(directory, 1, 0)]
+        found = {path.name: storage.training_of(path) for path in storage.files(directory)}
+        assert found[name] == "another"
+        assert "checkpoint-00001-0000000.h5" in found
