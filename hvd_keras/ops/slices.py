@@ -68,8 +68,9 @@ _UNKNOWN, _IF_SAME, _COMMON = range(3)
 def _kind(indices: tf.Tensor) -> tf.Tensor:
     """Whether one process would look up each row once, and how many there are, int64 ``[2]``."""
     size = tf.size(indices, out_type=tf.int64)
-    kind = _COMMON if _are_unique(indices) else _constness(indices)
-    if _are_unique(indices) or kind == _UNKNOWN:
+    are_unique = _are_unique(indices)
+    kind = _COMMON if are_unique else _constness(indices)
+    if are_unique or kind == _UNKNOWN:
         return tf.stack([tf.constant(kind, tf.int64), size])
     # A row that occurs twice belongs to several examples, such as a segment number of all tokens.
     # So may a single one, if there are as many as examples.

@@ -32,11 +32,12 @@ def of_step(loss: Any, value: Any, y_pred: Any, ranks: int) -> Any:
 
     def gradient(upstream: Any) -> Any:
         # Eager code cannot tell a divisor from other factors.
-        found = set() if hasattr(upstream, "numpy") else set(_divisors(upstream, None, 1.0))
+        in_graph = not hasattr(upstream, "numpy")
+        found = set(_divisors(upstream, None, 1.0)) if in_graph else set()
         large = [one for one in found if one and one > fit_state.FEW]
         is_sum = None not in found and bool(large) and not any(map(may_be_rows, large))
         known = rows.shape[0] if len(getattr(rows, "shape", ())) > 0 else 1
-        is_whole = bool(known) and not _is_part(known, size, rows)
+        is_whole = in_graph and bool(known) and not _is_part(known, size, rows)
         if (is_sum or _is_one(upstream)) and known != 1:
             missing_calls.warn_if_averaged(
                 f"the loss {name_of(loss)}, which adds up rows, is used as a sum, and the "
